@@ -1,0 +1,85 @@
+"""The operator seam: the dense operations of a block, which differ from device to device.
+
+On a CPU they come from a small C++ library (`native`), or from torch where there is no compiler (`fallback`).
+Every implementation is batch-invariant: a row of the result has the same bits whatever other rows are computed.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """y = x W^T + b, with W: [out_features, in_features] kept in whatever order the kernel likes.
+
+    Weights arrive slice by slice while a checkpoint is read, and are stored once.
+    """
+
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored weight and bias."""
+        ...
+
+    def load(self, first_row: int, weight: Tensor) -> None:
+        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, converting and packing."""
+        ...
+
+    def load_bias(self, first_row: int, bias: Tensor) -> None:
+        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Compute out [tokens, out_features] from x [tokens, in_features]; both may be views with a row stride.
+
+        out may be float32 where x is bfloat16 (the LM head): then the sums are not rounded.
+        """
+        ...
+
+    def gather(self, rows: Tensor, out: Tensor) -> None:
+        """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]: the embedding of a tied model."""
+        ...
+
+
+class Kernels(Protocol):
+    """One device's dense operations. Activations are of one dtype; sums are made in float32."""
+
+    name: str
+    """The code path, for example "amx_bf16", "avx512_bf16", "avx2", "torch"."""
+    row_multiple: int
+    """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
+
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
+        """Make a Linear with uninitialised weights."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """Write x / sqrt(mean(x^2) + epsilon) * weight to out (Zhang and Sennrich, 2019).
+
+        x and out: [tokens, width] or, for norms per head, [tokens, heads, width], possibly strided views, possibly the
+        same tensor; weight: [width]. The normalised value is rounded to x's dtype before the product with weight,
+        as in the reference implementation of the Llama family.
+        """
+        ...
+
+    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """x += branch, then out = rms_norm(x). All [tokens, width]. out and branch may be the same tensor."""
+        ...
+
+    def add(self, x: Tensor, branch: Tensor) -> None:
+        """x += branch, both [tokens, width]."""
+        ...
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Apply RoPE in place (Su et al., 2021), in the half-split form of Hugging Face checkpoints.
+
+        q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], strided views; positions: int32 [tokens];
+        cos_sin: float32 [max_positions, head_dim]: head_dim / 2 cosines, then as many sines.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width] and return that half, a view."""
+        ...

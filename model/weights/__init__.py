@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors, GGUF or random numbers, read straight into a model's final tensors."""

@@ -1,0 +1,1 @@
+"""The scheduler: the life of a request, who computes next, and the loop that drives a runner."""

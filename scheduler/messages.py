@@ -1,0 +1,149 @@
+"""The messages between server and engine. Each is one frame of msgpack; nothing else crosses the boundary."""
+
+from typing import Literal
+
+import msgspec
+
+from octavo.model.step import SamplingParams, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first frame an engine receives: what to load and how. None means: decide from model and machine."""
+
+    model: str
+    """A directory, a .gguf file, a Hub id or `smollm2`."""
+    load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_blocks: int | None = None
+    """Size of the pool in blocks."""
+    memory: int | None = None
+    """Budget in bytes for all three buckets together."""
+    prefix_caching: bool = True
+    seed: int = 0
+    """Seed of random weights."""
+    log_level: str = "info"
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request enters the engine: one prompt, one choice."""
+
+    request: int
+    """Made by the server, unique for its lifetime."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    """0 computes the prompt (for its log-probabilities) and generates nothing."""
+    salt: bytes = b""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a request now. Unknown or finished requests are ignored. The reason comes back in its last event."""
+
+    request: int
+    reason: FinishReason = "abort"
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the engine process. Live requests are dropped."""
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something happened to a request: a token, its end, or both at once."""
+
+    request: int
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """New entries for prompt positions, in order; each position is reported once. Position 0 has none."""
+    finish: FinishReason | None = None
+    """Set in the last event of a request, and only there."""
+    stop_id: int | None = None
+    """The stop token id that ended the request; None for an EOS or any other end."""
+    error: str | None = None
+    """With finish "error": one line for the log and the client."""
+    first: bool = False
+    """Set in the first event that follows the request's admission."""
+    queue_seconds: float = 0.0
+    """In the first event: time between arrival in the engine and admission."""
+    cached_tokens: int = 0
+    """In the first event: prompt tokens whose K and V were found in the cache."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the engine after a step. Fields ending in _total only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_referenced: int = 0
+    step_tokens: int = 0
+    step_rows: int = 0
+    steps_total: int = 0
+    preemptions_total: int = 0
+    prefix_queries_total: int = 0
+    """Prompt tokens looked up in the prefix index."""
+    prefix_hits_total: int = 0
+    """Prompt tokens found there."""
+    schedule_seconds: float = 0.0
+    device_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One frame per committed step (or per abort without a step)."""
+
+    events: tuple[TokenEvent, ...]
+    stats: EngineStats
+
+
+class MemoryLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One bucket of the start-up table."""
+
+    bucket: str
+    planned: int
+    allocated: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine has loaded its model and waits for requests."""
+
+    architecture: str
+    parameters: int
+    vocabulary: int
+    """Width of the logits: every token id a client sends must be below it."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    blocks: int
+    kv_bytes_per_token: int
+    eos_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    kernels: str
+    """Name of the code path, for example "avx512_bf16"."""
+    memory: tuple[MemoryLine, ...]
+    memory_budget: int
+    batch_invariant: bool
+    batch_invariance_reason: str
+    load_seconds: float
+
+
+class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine cannot start or cannot go on; it exits after this frame."""
+
+    message: str
+    exit_code: int
+
+
+ToEngine = EngineConfig | Submission | Abort | Shutdown
+FromEngine = Ready | StepReport | Fatal
