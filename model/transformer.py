@@ -1,0 +1,226 @@
+"""A dense Llama-class decoder: one spine, and two branches in every block.
+
+The spine (residual stream) is one vector of `width` numbers per token, from the embedding to the LM head. Every block
+adds to it twice and never overwrites it:
+
+    x  += attention_branch(norm(x))
+    x' += feed_forward_branch(norm(x'))
+
+Llama, Mistral, Qwen 2 (biases on q, k and v) and Qwen 3 (norms on the heads of q and k) are this one model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from octavo.model.arena import ActivationArena
+from octavo.model.attention import AttentionBackend
+from octavo.model.config import ModelConfig
+from octavo.model.kernels import Kernels, Linear
+from octavo.model.layers import RMSNorm, rope_table
+from octavo.model.weights import Destination
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The arena's views of one step. q, k and v are views of qkv; heads_out is a view of attended."""
+
+    positions: Tensor
+    """int32 [tokens]"""
+    spine: Tensor
+    """[tokens, width]: the residual stream."""
+    to_attention: Tensor
+    """[tokens, width]: norm(x), then from the block below its feed-forward branch before the addition."""
+    qkv: Tensor
+    """[tokens, q_width + 2 * kv_width]"""
+    q: Tensor
+    """[tokens, heads, head_dim]"""
+    k: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    v: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    attended: Tensor
+    """[tokens, q_width]: the outputs of all heads, concatenated."""
+    heads_out: Tensor
+    """[tokens, heads, head_dim]"""
+    to_feed_forward: Tensor
+    """[tokens, width]: the attention branch before its addition, then norm(x')."""
+    gate_up: Tensor
+    """[tokens, 2 * ffn_width]"""
+
+    @classmethod
+    def of(cls, arena: ActivationArena, config: ModelConfig, tokens: int) -> "Activations":
+        """Name the parts of the arena that a step of so many tokens (padding included) uses."""
+        qkv = arena.view("qkv", tokens)
+        q, k, v = qkv.split((config.q_width, config.kv_width, config.kv_width), dim=1)
+        attended = arena.view("attended", tokens)
+        return cls(
+            positions=arena.view("positions", tokens)[:, 0],
+            spine=arena.view("spine", tokens),
+            to_attention=arena.view("to_attention", tokens),
+            qkv=qkv,
+            q=q.unflatten(1, (config.heads, config.head_dim)),
+            k=k.unflatten(1, (config.kv_heads, config.head_dim)),
+            v=v.unflatten(1, (config.kv_heads, config.head_dim)),
+            attended=attended,
+            heads_out=attended.unflatten(1, (config.heads, config.head_dim)),
+            to_feed_forward=arena.view("to_feed_forward", tokens),
+            gate_up=arena.view("gate_up", tokens),
+        )
+
+
+class Block:
+    """Seven matrices, four of them fused into two, and the norms before each branch."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        norm = partial(RMSNorm, kernels, epsilon=config.norm_epsilon, dtype=dtype, device=device)
+        self._config = config
+        self._kernels = kernels
+        self.attention_norm = norm(config.width)
+        self.qkv = kernels.linear(config.q_width + 2 * config.kv_width, config.width, bias=config.qkv_bias)
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.output = kernels.linear(config.width, config.q_width, bias=config.output_bias)
+        self.feed_forward_norm = norm(config.width)
+        self.gate_up = kernels.linear(2 * config.ffn_width, config.width, bias=config.ffn_bias)
+        self.down = kernels.linear(config.width, config.ffn_width, bias=config.ffn_bias)
+
+    def attention_branch(self, layer: int, rope: Tensor, attention: AttentionBackend, step: Activations) -> None:
+        """Read norm(x) from to_attention, leave what is added to x in to_feed_forward."""
+        self.qkv(step.to_attention, out=step.qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm(step.q, out=step.q)
+            self.k_norm(step.k, out=step.k)
+        self._kernels.rotate(step.q, step.k, step.positions, rope)
+        attention.forward(layer, step.q, step.k, step.v, out=step.heads_out)
+        self.output(step.attended, out=step.to_feed_forward)
+
+    def feed_forward_branch(self, step: Activations) -> None:
+        """Read norm(x') from to_feed_forward, leave what is added to x' in to_attention, for the block above."""
+        self.gate_up(step.to_feed_forward, out=step.gate_up)
+        gated = self._kernels.silu_mul(step.gate_up)
+        self.down(gated, out=step.to_attention)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices, fused as they are computed."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def norms(self) -> tuple[RMSNorm, ...]:
+        """All norms of the block."""
+        norms = (self.attention_norm, self.q_norm, self.k_norm, self.feed_forward_norm)
+        return tuple(norm for norm in norms if norm is not None)
+
+    def destinations(self, prefix: str) -> Iterator[tuple[str, Destination]]:
+        """Where the checkpoint's tensors go, by their Hugging Face names."""
+        config, attention, feed_forward = self._config, prefix + "self_attn.", prefix + "mlp."
+        q, k, v = (attention + name for name in ("q_proj", "k_proj", "v_proj"))
+        qkv = ((q, config.q_width), (k, config.kv_width), (v, config.kv_width))
+        gate_up = ((feed_forward + "gate_proj", config.ffn_width), (feed_forward + "up_proj", config.ffn_width))
+        yield from _matrices(self.qkv, qkv, bias=config.qkv_bias)
+        yield from _matrices(self.output, ((attention + "o_proj", config.width),), bias=config.output_bias)
+        yield from _matrices(self.gate_up, gate_up, bias=config.ffn_bias)
+        yield from _matrices(self.down, ((feed_forward + "down_proj", config.width),), bias=config.ffn_bias)
+        yield _vector(prefix + "input_layernorm.weight", self.attention_norm)
+        yield _vector(prefix + "post_attention_layernorm.weight", self.feed_forward_norm)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield _vector(attention + "q_norm.weight", self.q_norm)
+            yield _vector(attention + "k_norm.weight", self.k_norm)
+
+
+class Transformer:
+    """The whole model. It owns the weights; activations live in an arena, K and V in the attention backend's store."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.dtype = dtype
+        self.head = kernels.linear(config.vocabulary, config.width)
+        self.embedding = self.head if config.tied_embeddings else kernels.linear(config.vocabulary, config.width)
+        self.blocks = [Block(config, kernels, dtype, device) for _ in range(config.layers)]
+        self.final_norm = RMSNorm(kernels, config.width, config.norm_epsilon, dtype, device)
+        self.rope = rope_table(config, max_positions).to(device)
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of everything that never changes: matrices (tied ones once), norms and the RoPE table."""
+        norms = [self.final_norm, *(norm for block in self.blocks for norm in block.norms())]
+        parts = [linear.nbytes for linear in self.linears()]
+        return sum(parts) + sum(norm.weight.nbytes for norm in norms) + self.rope.nbytes
+
+    def linears(self) -> list[Linear]:
+        """All matrices, each once."""
+        tables = [self.head] if self.config.tied_embeddings else [self.embedding, self.head]
+        return tables + [linear for block in self.blocks for linear in block.linears()]
+
+    def destinations(self) -> dict[str, Destination]:
+        """Where the checkpoint's tensors go, by their Hugging Face names. A tied head is loaded as the embedding."""
+        found = dict(_matrices(self.embedding, (("model.embed_tokens", self.config.vocabulary),)))
+        if not self.config.tied_embeddings:
+            found.update(_matrices(self.head, (("lm_head", self.config.vocabulary),)))
+        for layer, block in enumerate(self.blocks):
+            found.update(block.destinations(f"model.layers.{layer}."))
+        found.update([_vector("model.norm.weight", self.final_norm)])
+        return found
+
+    def forward(self, arena: ActivationArena, tokens: int, attention: AttentionBackend) -> None:
+        """Run the tokens in the arena's areas `tokens` and `positions` through all blocks.
+
+        The number of tokens includes padding up to the kernels' row multiple. What meets the LM head, the final norm
+        of the spine, is left in the area `to_attention`. Each addition to the spine is fused with the norm after it:
+        the second one of a block with the first norm of the block above.
+        """
+        step = Activations.of(arena, self.config, tokens)
+        self.embedding.gather(arena.view("tokens", tokens)[:, 0], out=step.spine)
+        self.blocks[0].attention_norm(step.spine, out=step.to_attention)
+        norms_above = [*(block.attention_norm for block in self.blocks[1:]), self.final_norm]
+        for layer, (block, norm_above) in enumerate(zip(self.blocks, norms_above, strict=True)):
+            block.attention_branch(layer, self.rope, attention, step)
+            block.feed_forward_norm.add(step.spine, step.to_feed_forward, out=step.to_feed_forward)
+            block.feed_forward_branch(step)
+            norm_above.add(step.spine, step.to_attention, out=step.to_attention)
+
+    def logits(self, arena: ActivationArena, rows: Tensor) -> Tensor:
+        """Return the logits of some of the forward's tokens, float32 [rows, vocabulary], a view until the next call.
+
+        rows: indices of tokens, int32 or int64, at most the arena's max_rows.
+        """
+        count = rows.shape[0]
+        multiple = self.kernels.row_multiple
+        padded = -(-count // multiple) * multiple
+        picked = arena.view("picked", padded)
+        torch.index_select(arena.view("to_attention", arena.max_tokens), 0, rows, out=picked[:count])
+        picked[count:].zero_()
+        logits = arena.view("logits", padded)
+        self.head(picked, out=logits)
+        return logits[:count]
+
+
+def _matrices(
+    linear: Linear, parts: tuple[tuple[str, int], ...], *, bias: bool = False
+) -> Iterator[tuple[str, Destination]]:
+    """Destinations of the matrices (name, rows) that lie one below the other in a fused Linear."""
+    first = 0
+    for name, rows in parts:
+        yield name + ".weight", Destination((rows, linear.in_features), partial(_shifted, linear.load, first))
+        if bias:
+            yield name + ".bias", Destination((rows,), partial(_shifted, linear.load_bias, first))
+        first += rows
+
+
+def _shifted(load: Callable[[int, Tensor], None], offset: int, first: int, rows: Tensor) -> None:
+    load(offset + first, rows)
+
+
+def _vector(name: str, norm: RMSNorm) -> tuple[str, Destination]:
+    return name, Destination(tuple(norm.weight.shape), norm.load)
