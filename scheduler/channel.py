@@ -64,11 +64,6 @@ class FrameDecoder(Generic[_Message]):
         except msgspec.DecodeError as error:  # includes ValidationError: well-formed msgpack of the wrong shape
             raise ProtocolError(f"malformed frame: {error}") from error
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether the stream, were it to end now, would end inside a frame."""
-        return bool(self._buffer)
-
 
 class Channel:
     """The engine's end."""
