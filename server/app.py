@@ -1,0 +1,267 @@
+"""The HTTP application: routes, and one place where every error becomes an answer."""
+
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server import __version__
+from octavo.server.answer import ChatWriter, CompletionWriter, Head, Writer, chunks, whole
+from octavo.server.choice import Choice
+from octavo.server.client import EngineClient, EngineError
+from octavo.server.errors import APIError, engine_unavailable, internal_error
+from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.openapi import document
+from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
+from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
+from octavo.server.stream import ClientGoneError, EventStream, while_connected
+from octavo.server.template import ChatTemplate
+from octavo.server.text import TextStream
+from octavo.server.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes share."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    names: Sequence[str]
+    """Served model names; the first is the one that answers carry by default."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_queued_requests: int = 1024
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what computes the answers: model, dtype, code path and version."""
+        ready = self.client.ready
+        parts = (ready.architecture, ready.parameters, ready.dtype, ready.kernels, __version__)
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def check_model(self, name: str) -> None:
+        """Raise the 404 for a model that is not served."""
+        if name not in self.names:
+            raise APIError(404, "The requested model is not served here.", param="model", code="model_not_found")
+
+    def admit(self, generations: int) -> None:
+        """Raise 503 or 429 where new work cannot be taken now."""
+        if self.draining:
+            raise APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+        if not self.client.alive:
+            raise engine_unavailable()
+        capacity = self.client.ready.max_num_seqs + self.max_queued_requests
+        if self.client.live + generations > capacity:
+            message = f"The queue is full ({self.max_queued_requests} requests); try again later."
+            raise APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+    def start(self, request: SamplingFields, prepared: Prepared) -> list[Choice]:
+        """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
+        self.admit(len(prepared.prompts) * prepared.choices)
+        choices: list[Choice] = []
+        try:
+            for prompt, limit in zip(prepared.prompts, prepared.max_tokens, strict=True):
+                for params in prepared.params:
+                    text = TextStream(
+                        self.tokenizer,
+                        request.stop,
+                        include_stop=bool(request.include_stop_str_in_output),
+                        skip_special_tokens=request.skip_special_tokens is not False,
+                    )
+                    generation = self.client.submit(prompt, params, limit, prepared.salt)
+                    show_stop_ids = bool(request.include_stop_str_in_output)
+                    choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop_ids))
+        except EngineError:
+            raise engine_unavailable() from None
+        return choices
+
+
+def create_app(service: Service) -> FastAPI:
+    """Make the application around a running engine."""
+    app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(APIError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(RequestContext)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    _add_generation_routes(app, service)
+    _add_model_routes(app, service)
+    _add_operation_routes(app, service)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", tags=["generate"], summary="Continue one or several prompts")
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionRequest, await read_body(request, service.max_body_bytes))
+        service.check_model(body.model)
+        prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
+        head = Head(body.model, service.fingerprint, "cmpl")
+        seeds = _seeds(prepared)
+        writer = CompletionWriter(head, service.tokenizer, seeds, logprobs=body.logprobs is not None)
+        if body.echo:
+            for index in range(len(seeds)):
+                prompt = prepared.prompts[index // prepared.choices]
+                given = body.prompt[index // prepared.choices]
+                text = given if isinstance(given, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
+                writer.echo(index, text, prompt)
+        return await _answer(service, request, body, prepared, writer)
+
+    @app.post("/v1/chat/completions", tags=["generate"], summary="Continue a conversation")
+    async def chat_completions(request: Request) -> Response:
+        body = parse(ChatRequest, await read_body(request, service.max_body_bytes))
+        service.check_model(body.model)
+        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
+        head = Head(body.model, service.fingerprint, "chatcmpl")
+        writer = ChatWriter(head, service.tokenizer, _seeds(prepared), logprobs=bool(body.logprobs))
+        return await _answer(service, request, body, prepared, writer)
+
+
+def _seeds(prepared: Prepared) -> list[int]:
+    return [params.seed for _ in prepared.prompts for params in prepared.params]
+
+
+async def _answer(
+    service: Service, request: Request, body: SamplingFields, prepared: Prepared, writer: Writer
+) -> Response:
+    """Run the choices and answer, whole or as a stream. Nothing is left running when the client has gone."""
+    choices = service.start(body, prepared)
+    headers = {"x-octavo-seed": str(prepared.seed)}
+    if body.stream:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage is True
+        source = chunks(writer, prepared.prompts, choices, include_usage=include_usage)
+        return EventStream(source, choices, headers)
+    try:
+        return JSONResponse(
+            await while_connected(request.receive, whole(writer, prepared.prompts, choices)), headers=headers
+        )
+    except ClientGoneError:
+        return Response(status_code=499)
+    finally:
+        for choice in choices:
+            choice.generation.abort()
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    def describe(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "octavo",
+            "max_model_len": service.client.ready.max_model_len,
+        }
+
+    @app.get("/v1/models", tags=["models"], summary="List the served names of the model")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [describe(name) for name in service.names]})
+
+    @app.get("/v1/models/{name:path}", tags=["models"], summary="Describe one served name")
+    async def model(name: str) -> JSONResponse:
+        service.check_model(name)
+        return JSONResponse(describe(name))
+
+
+def _add_operation_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["operate"], summary="200 while requests are served, else 503")
+    async def health() -> JSONResponse:
+        if service.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ok"}) if service.client.alive else JSONResponse({"status": "engine dead"}, 503)
+
+    @app.get("/metrics", tags=["operate"], summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.client.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    @app.get("/version", tags=["operate"], summary="The version of this server")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Read a JSON body of at most `limit` bytes. Raises 413 or 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise APIError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
+    too_large = APIError(413, f"The body is larger than {limit} bytes.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    if not isinstance(error, APIError):
+        raise error
+    return JSONResponse(error.envelope(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        answer = APIError(404, "There is no such route.")
+    elif error.status_code == 405:
+        answer = APIError(405, f"This route does not answer {request.method}.", headers=error.headers)
+    else:
+        answer = APIError(error.status_code, str(error.detail))
+    return await _api_error(request, answer)
+
+
+class RequestContext:
+    """Outermost layer: gives each response a request id, and turns an unexpected exception into a plain 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        identity = _request_id(scope)
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("request %s failed", identity)
+            if started:
+                raise
+            await JSONResponse(internal_error().envelope(), 500)(scope, receive, send_with_id)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id where it is harmless, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            if REQUEST_ID.fullmatch(given):
+                return str(given)
+    return uuid.uuid4().hex

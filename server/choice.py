@@ -1,0 +1,144 @@
+"""One choice of an answer while it is written: a generation turned into text.
+
+Streaming and not streaming go through the same deltas, so their texts and token counts cannot differ.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from octavo.model.step import TokenLogprobs
+from octavo.scheduler.messages import TokenEvent
+from octavo.server.client import EngineError, Generation
+from octavo.server.errors import APIError, engine_unavailable, internal_error
+from octavo.server.text import TextDelta, TextStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token that is shown, with its log-probabilities where they were asked for."""
+
+    id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a choice gained: text, and the tokens whose text it completes."""
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the choice; None for an EOS or a limit."""
+
+
+class Choice:
+    """One generation and the text it has become so far."""
+
+    def __init__(self, index: int, generation: Generation, text: TextStream, *, show_stop_ids: bool) -> None:
+        self.index = index
+        self.generation = generation
+        self.generated = 0
+        """Tokens generated, the one that ended the choice included."""
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._text = text
+        self._show_stop_ids = show_stop_ids
+        self._tokens: list[Token] = []
+        """Tokens not yet delivered."""
+        self._complete = 0
+        """How many of them have their whole text released."""
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Yield what the choice gains, the last delta with its finish reason. Raises APIError if it cannot go on."""
+        try:
+            async for events in self.generation:
+                delta = self._read(events)
+                if delta is not None:
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        except EngineError:
+            raise engine_unavailable() from None
+        finally:
+            self.generation.abort()
+
+    def _read(self, events: Sequence[TokenEvent]) -> Delta | None:
+        """Feed the text stream; None while nothing can be shown."""
+        text = ""
+        for event in events:
+            self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+            self.prompt_logprobs.extend(event.prompt_logprobs)
+            if event.finish in ("error", "abort"):
+                raise self._failure(event)
+            if event.token is not None:
+                piece = self._feed(event)
+                text += piece.text
+                if piece.stopped is not None:
+                    self.generation.abort("stop")
+                    return self._delta(text, "stop", piece.stopped)
+            if event.finish is not None:
+                piece = self._text.finish()
+                self._complete += piece.tokens
+                return self._delta(text + piece.text, event.finish, event.stop_id)
+        return self._delta(text) if text else None
+
+    def _feed(self, event: TokenEvent) -> TextDelta:
+        """Take one token; the one that ended the choice has no text, unless a shown stop id."""
+        self.generated += 1
+        if event.token is None or (event.finish == "stop" and not (event.stop_id is not None and self._show_stop_ids)):
+            return TextDelta()
+        self._tokens.append(Token(event.token, event.logprobs))
+        piece = self._text.feed((event.token,))
+        self._complete += piece.tokens
+        return piece
+
+    def _delta(self, text: str, finish: str | None = None, stop: str | int | None = None) -> Delta:
+        """Tokens whose text was complete earlier but empty come with the next text."""
+        tokens = tuple(self._tokens[: self._complete])
+        del self._tokens[: self._complete]
+        self._complete = 0
+        return Delta(text, tokens, finish, stop)
+
+    def _failure(self, event: TokenEvent) -> APIError:
+        if event.finish == "abort":
+            return APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+        log.error("request %d failed: %s", event.request, event.error)
+        return internal_error()
+
+
+async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
+    """Yield the deltas of several choices as they come. Ends, and aborts what is left, when the caller stops."""
+    if len(choices) == 1:
+        async for delta in choices[0].deltas():
+            yield choices[0], delta
+        return
+    queue: asyncio.Queue[tuple[Choice, Delta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async for delta in choice.deltas():
+                queue.put_nowait((choice, delta))
+            queue.put_nowait(None)
+        except APIError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        open_choices = len(choices)
+        while open_choices:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                open_choices -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,50 @@
+"""Errors a client sees: one envelope, one line, no internals."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class APIError(Exception):
+    """An answer in OpenAI's error shape. The message is one line and holds no path, address or traceback."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`: who is to blame."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def envelope(self) -> dict[str, Any]:
+        """The body: all four keys are always there."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> APIError:
+    """A 400 that names the offending parameter."""
+    return APIError(400, message, param=param, code=code)
+
+
+def internal_error() -> APIError:
+    """A 500 with a fixed text: the details are in the server's log only."""
+    return APIError(500, "The server met an internal error; see its log.", code="internal_error")
+
+
+def engine_unavailable() -> APIError:
+    """A 503 while no engine runs."""
+    return APIError(503, "The engine is not running.", code="engine_dead", headers={"Retry-After": "5"})

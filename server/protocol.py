@@ -1,0 +1,253 @@
+"""The requests of the OpenAI API as Octavo reads them: fields, types and ranges.
+
+Three rules hold for a field. Implemented: it means exactly what OpenAI's (or, for extensions, vLLM's) document says.
+Known but not built, where it would change the answer: refused with 400 naming it. Harmless or unknown: ignored.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from octavo.server.errors import APIError, invalid
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+
+R = TypeVar("R", bound=BaseModel)
+
+# Fields that change the answer and are not built, with the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "chat_template": (None,),
+    "documents": (None,),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "grammar": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": (None, []),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
+}
+
+
+def _stop_list(value: Any) -> Any:
+    """OpenAI takes one string or several."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def _bias_map(value: Any) -> Any:
+    """JSON object keys are strings; these are token ids."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and biases")
+    try:
+        return {int(key): float(bias) if isinstance(bias, int) else bias for key, bias in value.items()}
+    except (TypeError, ValueError):
+        raise ValueError('keys must be token ids, for example {"50256": -100}') from None
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Bring the four spellings of `prompt` into one list, naming the first thing that is wrong."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, not empty")
+    if isinstance(value[0], int) and not isinstance(value[0], bool):
+        return [_token_ids(value, "prompt")]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts fit in one request, not {len(value)}")
+    for index, item in enumerate(value):
+        if isinstance(item, str) is not isinstance(value[0], str):
+            raise ValueError("must not mix strings and lists of token ids")
+        if not isinstance(item, str):
+            _token_ids(item, f"prompt[{index}]")
+    return value
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} must be a string or a list of token ids, not empty")
+    for index, token in enumerate(value):
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{where}[{index}] is not an integer token id")
+    return value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Request(BaseModel):
+    """Strict: a string is no number, a float no integer, a boolean neither."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StreamOptions(_Request):
+    """Options that only mean something for a stream."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(_Request):
+    """The fields that both endpoints share."""
+
+    model: str = Field(max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=0, le=MAX_CHOICES)
+    temperature: float | None = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(1.0, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(0, ge=-1, lt=2**31)
+    min_p: float | None = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    repetition_penalty: float | None = Field(1.0, gt=0, le=1e3, allow_inf_nan=False)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: Annotated[
+        dict[int, Bias],
+        BeforeValidator(_bias_map),
+        WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}}),
+    ] = Field({}, max_length=1024)
+    stop: Annotated[
+        list[Stop],
+        BeforeValidator(_stop_list),
+        WithJsonSchema({"type": ["string", "array", "null"], "items": {"type": "string"}}),
+    ] = Field([], max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    min_tokens: int | None = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool | None = False
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]}),
+    ]
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = False
+    add_special_tokens: bool | None = True
+
+
+def _content(value: Any) -> Any:
+    """Join the text parts of a message's content; nothing but text is served."""
+    if not isinstance(value, list):
+        return value
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'part {index} must be {{"type": "text", "text": ...}}; only text is served')
+    return "".join(part["text"] for part in value)
+
+
+class Message(_Request):
+    """One message of a conversation."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})] = (
+        None
+    )
+    name: str | None = Field(None, max_length=256)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: absent fields left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+
+
+def parse(model: type[R], body: bytes) -> R:
+    """Read a request body, or raise the 400 that says what is wrong with it. Nothing of a large input is echoed."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"The body is not valid JSON: {error}", "invalid_json") from None
+    except RecursionError:
+        raise invalid(None, "The body is not valid JSON: nested too deep.", "invalid_json") from None
+    if not isinstance(fields, dict):
+        raise invalid(None, "The body must be a JSON object.", "invalid_json")
+    refuse_unsupported(fields)
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Never accept and ignore a field that would change the answer."""
+    for name, value in fields.items():
+        neutral = UNSUPPORTED.get(name)
+        if neutral is not None and value not in neutral:
+            raise invalid(name, f"'{name}' is not supported by this server.", "unsupported_parameter")
+
+
+def _first_error(error: ValidationError) -> APIError:
+    """One line about the first offending field, without pydantic's internals or the client's own data."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    path = _path(first["loc"])
+    if first["type"] == "missing":
+        return invalid(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return invalid(str(first["loc"][0]), f"Invalid '{path}': {reason}.")
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """Spell a location as `messages[0].content`, leaving out the names pydantic gives to the arms of a union."""
+    path = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "list", "int", "float", "bool", "none"):
+            path += f".{part}"
+    return path
