@@ -23,9 +23,14 @@ class MemoryPlan:
         return self.blocks * self.block_bytes
 
     @property
+    def fixed(self) -> int:
+        """What does not depend on the number of blocks."""
+        return self.weights + self.activations
+
+    @property
     def total(self) -> int:
-        """All three buckets together; never above the budget."""
-        return self.weights + self.cache + self.activations
+        """All three buckets together."""
+        return self.fixed + self.cache
 
     def planned(self, bucket: Bucket) -> int:
         """Planned size of one bucket."""
