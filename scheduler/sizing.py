@@ -3,11 +3,12 @@
 Plain arithmetic on numbers that others measured; what it cannot reconcile it refuses, naming the flag and both numbers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from octavo.kvcache.layout import KVLayout
+from octavo.kvcache.ledger import MemoryPlan
 from octavo.scheduler.messages import EngineConfig
+from octavo.scheduler.policy import Limits
 
 _MIB = 1 << 20
 _FEW_CORES = 4
@@ -19,16 +20,6 @@ class ConfigurationError(ValueError):
     """The configuration contradicts itself, the model or the machine."""
 
     exit_code = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one request and one step can be at most."""
-
-    max_model_len: int
-    """Prompt and output of one request, in tokens."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, cores: int) -> Limits:
@@ -48,48 +39,41 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
         raise ConfigurationError(
             f"--max-num-batched-tokens {tokens} is below --max-num-seqs {rows}: every running request takes a token"
         )
-    return Limits(max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    return Limits(max_rows=rows, max_tokens=tokens, max_model_len=length, block_size=config.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """How many blocks there are, and the limits they can honour."""
+def size_pool(config: EngineConfig, limits: Limits, plan: MemoryPlan, *, usable: int) -> tuple[int, Limits]:
+    """Return the number of blocks, and the limits they can honour.
 
-    blocks: int
-    limits: Limits
-
-
-def size_pool(config: EngineConfig, limits: Limits, layout: KVLayout, *, fixed: int, usable: int) -> Pool:
-    """Decide how many blocks the pool has.
-
-    fixed: bytes of weights and activations; usable: bytes this process may use. Unless told otherwise, two requests of
-    full length fit, in at most half of the usable memory. A pool too small for one request of full length lowers
+    plan: sizes of all but the pool; usable: bytes this process may use. Unless told otherwise, two requests of full
+    length fit, in at most half of the usable memory. A pool too small for one request of full length lowers
     max_model_len if that was not given. Raises ConfigurationError.
     """
+    fixed = plan.weights + plan.activations
     if config.kv_blocks is not None:
         blocks = config.kv_blocks
         source = f"--kv-blocks {blocks}"
     elif config.memory is not None:
-        blocks = (config.memory - fixed) // layout.block_bytes
+        blocks = (config.memory - fixed) // plan.block_bytes
         source = f"--memory {_mib(config.memory)} (weights and activations take {_mib(fixed)})"
     else:
         room = min(usable // 2, usable - fixed)
-        blocks = min(layout.blocks_for(2 * limits.max_model_len), room // layout.block_bytes)
+        blocks = min(-(-2 * limits.max_model_len // limits.block_size), room // plan.block_bytes)
         source = f"the usable memory of {_mib(usable)} (weights and activations take {_mib(fixed)})"
     if blocks < 1:
-        raise ConfigurationError(f"{source} leaves no room for a single KV block of {_mib(layout.block_bytes)}")
-    needed = fixed + blocks * layout.block_bytes
+        raise ConfigurationError(f"{source} leaves no room for a single KV block of {_mib(plan.block_bytes)}")
+    needed = fixed + blocks * plan.block_bytes
     if needed > usable:
         raise ConfigurationError(f"{source} needs {_mib(needed)} in all, but only {_mib(usable)} are usable: lower it")
-    tokens = blocks * layout.block_size
+    tokens = blocks * limits.block_size
     if tokens >= limits.max_model_len:
-        return Pool(blocks, limits)
+        return blocks, limits
     if config.max_model_len is not None:
         raise ConfigurationError(
             f"{source} yields KV blocks for {tokens} tokens, fewer than --max-model-len {config.max_model_len}: "
             "lower that, or allow more memory"
         )
-    return Pool(blocks, replace(limits, max_model_len=tokens))
+    return blocks, replace(limits, max_model_len=tokens)
 
 
 def usable_memory(root: Path = Path("/")) -> int:

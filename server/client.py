@@ -145,11 +145,6 @@ class EngineClient:
         """Requests submitted and not finished."""
         return len(self._live)
 
-    @property
-    def waiting(self) -> int:
-        """Requests submitted that the engine does not compute yet, or not at the moment."""
-        return max(0, len(self._live) - self.stats.running)
-
     def submit(self, prompt: Sequence[int], params: SamplingParams, max_tokens: int, salt: bytes = b"") -> Generation:
         """Send a request to the engine. Raises EngineError where there is none."""
         if self.failure is not None:

@@ -1,0 +1,359 @@
+"""The settings: one table, from which come flags, environment variables, defaults, help and checks.
+
+A flag wins over its environment variable, which wins over the default. Both are spelled in the table once and parsed by
+the same function, so an error reads the same wherever the value came from.
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.scheduler.messages import EngineConfig
+
+ENVIRONMENT_PREFIX = "OCTAVO_"
+FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
+"""Read by the kernels themselves, when they are compiled at first use."""
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class SettingsError(ValueError):
+    """A setting cannot be understood or does not exist. The text names the flag or variable."""
+
+    exit_code = 64
+
+
+def count(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    """A parser of whole numbers in a range, with an optional suffix k or m (1,024 and its square)."""
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"(\d{1,12})([km]?)", text.strip().lower())
+        if match is None:
+            raise ValueError("give a whole number, such as 8192 or 8k")
+        value = int(match[1]) * _UNITS[match[2]]
+        if not minimum <= value <= maximum:
+            raise ValueError(f"must be {minimum} to {maximum}")
+        return value
+
+    return parse
+
+
+def size(text: str) -> int:
+    """Parse bytes, with an optional binary suffix: 8G, 8GB and 8GiB are the same."""
+    match = re.fullmatch(r"(\d{1,15})(\.\d{1,6})?\s*([kmgt]?)(i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError("give bytes with an optional unit, such as 16GiB or 500M")
+    value = int(float(match[1] + (match[2] or "")) * _UNITS[match[3]])
+    if value < 1:
+        raise ValueError("must be positive")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a duration in seconds, up to a day."""
+    if re.fullmatch(r"\d{1,5}(\.\d{1,3})?", text.strip()) is None or float(text) > 86_400:
+        raise ValueError("give seconds from 0 to 86400")
+    return float(text)
+
+
+def port(text: str) -> int:
+    """Parse a TCP port; 0 lets the system choose."""
+    if "://" in text:
+        raise ValueError("looks like a Kubernetes service link: set enableServiceLinks: false in the pod")
+    return count(0, 65_535)(text)
+
+
+def boolean(text: str) -> bool:
+    """Parse the value of a yes-or-no environment variable."""
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in words:
+        raise ValueError("give 1 or 0")
+    return words[text.strip().lower()]
+
+
+def existing_file(text: str) -> Path:
+    """Parse the path of a file that can be read."""
+    path = Path(text)
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def word(text: str) -> str:
+    """Accept any text that is not blank."""
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `name` is the field it fills; flag and variable follow from it."""
+
+    name: str
+    group: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    """The only words it accepts; empty: whatever `parse` does."""
+    repeatable: bool = False
+
+    @property
+    def flag(self) -> str:
+        """How it is given on the command line."""
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """How it is given in the environment."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def negated(self) -> str:
+        """The variable that turns a yes-or-no setting off; empty for others."""
+        return ENVIRONMENT_PREFIX + "NO_" + self.name.upper() if self.parse is boolean else ""
+
+    def read(self, text: str) -> Any:
+        """Parse a value. Raises ValueError."""
+        value = self.parse(text)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"give one of {', '.join(self.choices)}")
+        return value
+
+
+HTTP, MODEL, ENGINE, MEMORY = "HTTP", "Model", "Engine", "Memory"
+
+SETTINGS = (
+    Setting("model", MODEL, word, "smollm2", "A Hugging Face directory, a .gguf file, a Hub id, or smollm2.", "MODEL"),
+    Setting(
+        "load_format",
+        MODEL,
+        word,
+        "auto",
+        "What the weights are read from; random makes numbers up, for measurements without a download.",
+        choices=("auto", "safetensors", "gguf", "random"),
+    ),
+    Setting(
+        "dtype",
+        MODEL,
+        word,
+        "auto",
+        "Type of weights, activations and cache. auto is bfloat16.",
+        choices=("auto", "bfloat16", "float32", "float16"),
+    ),
+    Setting(
+        "max_model_len",
+        MODEL,
+        count(1),
+        None,
+        "Longest request, prompt and output together, in tokens (8k is 8192). Default: what the model was trained for, "
+        "or less where the cache is smaller.",
+        "TOKENS",
+    ),
+    Setting("chat_template", MODEL, existing_file, None, "A Jinja file to use instead of the model's own.", "FILE"),
+    Setting("seed", MODEL, count(0), 0, "Seed of --load-format random.", "N"),
+    Setting("host", HTTP, word, "127.0.0.1", "Address to listen on. 0.0.0.0 serves the whole network.", "ADDRESS"),
+    Setting("port", HTTP, port, 8000, "Port to listen on; 0 lets the system choose.", "PORT"),
+    Setting(
+        "served_model_name",
+        HTTP,
+        word,
+        (),
+        "Name that clients ask for; repeat it for aliases (in the variable, separate by commas). Default: MODEL.",
+        "NAME",
+        repeatable=True,
+    ),
+    Setting("max_body_bytes", HTTP, size, 4 << 20, "Largest request body.", "SIZE"),
+    Setting(
+        "max_queued_requests",
+        HTTP,
+        count(0),
+        1024,
+        "Requests that may wait beyond those that run; more are answered with 429.",
+        "N",
+    ),
+    Setting(
+        "shutdown_timeout",
+        HTTP,
+        seconds,
+        30.0,
+        "How long running requests may go on after SIGTERM or Ctrl-C. A second signal ends them at once.",
+        "SECONDS",
+    ),
+    Setting(
+        "log_level",
+        HTTP,
+        word,
+        "info",
+        "Least severe messages to log.",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Setting(
+        "device",
+        ENGINE,
+        word,
+        "auto",
+        "What computes. auto takes a GPU if this version can use one.",
+        choices=("auto", "cpu", "cuda"),
+    ),
+    Setting(
+        "max_num_seqs",
+        ENGINE,
+        count(1, 4096),
+        None,
+        "Requests computed at a time. Default: 32 on a CPU, 256 on a GPU.",
+        "N",
+    ),
+    Setting(
+        "max_num_batched_tokens",
+        ENGINE,
+        count(1, 1 << 20),
+        None,
+        "Tokens computed in one step. More speeds long prompts up and makes others wait longer. "
+        "Default: 128 on up to 4 cores, 512 on more, 8192 on a GPU.",
+        "N",
+    ),
+    Setting(
+        "prefix_caching", ENGINE, boolean, True, "Reuse the KV of prompts that begin alike, within one cache_salt."
+    ),
+    Setting("block_size", MEMORY, count(1, 256), 16, "Tokens in a block of the KV cache.", "TOKENS"),
+    Setting(
+        "kv_blocks",
+        MEMORY,
+        count(1),
+        None,
+        "Blocks in the KV cache. Default: two requests of full length on a CPU, in at most half of the memory.",
+        "N",
+    ),
+    Setting(
+        "memory",
+        MEMORY,
+        size,
+        None,
+        "Budget for weights, activations and cache together (16GiB); the cache takes what the others leave.",
+        "SIZE",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the server's process needs to know."""
+
+    host: str
+    port: int
+    served_model_name: tuple[str, ...]
+    chat_template: Path | None
+    max_body_bytes: int
+    max_queued_requests: int
+    shutdown_timeout: float
+    log_level: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings, resolved once."""
+
+    server: ServerSettings
+    engine: EngineConfig
+    changed: Mapping[str, str] = field(default_factory=dict)
+    """Settings that were given, by flag name, as they were written."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every setting to a parser, in groups. Values stay text until `resolve` reads them."""
+    groups: dict[str, Any] = {}
+    for setting in SETTINGS:
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        text = setting.help
+        if setting.default not in (None, ()):
+            text += f" Default: {_spelled(setting.default)}."
+        options: dict[str, Any] = {"default": None, "help": f"{text} [{setting.variable}]".replace("%", "%%")}
+        if setting.parse is boolean:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = setting.metavar or "{" + ",".join(setting.choices) + "}"
+        if setting.repeatable:
+            options["action"] = "append"
+        if setting.name == "model":
+            groups[setting.group].add_argument("model", nargs="?", **options)
+        else:
+            groups[setting.group].add_argument(setting.flag, dest=setting.name, **options)
+
+
+def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
+    """Turn parsed arguments and the environment into settings. Raises SettingsError."""
+    _refuse_unknown_variables(environment)
+    values: dict[str, Any] = {}
+    changed: dict[str, str] = {}
+    for setting in SETTINGS:
+        source, given = _given(setting, arguments, environment)
+        if source is None:
+            values[setting.name] = setting.default
+            continue
+        values[setting.name] = value = _parse(setting, source, given)
+        if value != setting.default:
+            changed[setting.flag] = _spelled(value)
+    values["served_model_name"] = values["served_model_name"] or (_default_name(values["model"]),)
+    return Settings(
+        server=ServerSettings(**{name: values[name] for name in ServerSettings.__dataclass_fields__}),
+        engine=msgspec.convert({"type": "EngineConfig", **values}, EngineConfig),
+        changed=changed,
+    )
+
+
+def _given(setting: Setting, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str | None, Any]:
+    """Where a setting was given, as an error should call it, and what was given."""
+    if arguments.get(setting.name) is not None:
+        return setting.flag, arguments[setting.name]
+    if setting.negated and environment.get(setting.negated):
+        if environment.get(setting.variable):
+            raise SettingsError(f"{setting.variable} and {setting.negated} are both set: keep one")
+        return setting.negated, environment[setting.negated]
+    if environment.get(setting.variable):  # an empty variable is an unset one, as in most shells and manifests
+        text = environment[setting.variable]
+        return setting.variable, text.split(",") if setting.repeatable else text
+    return None, None
+
+
+def _parse(setting: Setting, source: str, given: Any) -> Any:
+    if isinstance(given, bool):
+        return given
+    try:
+        if setting.repeatable:
+            return tuple(dict.fromkeys(setting.read(text) for text in given))
+        value = setting.read(given)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {given!r}: {error}") from None
+    return not value if source == setting.negated else value
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    known = {setting.variable for setting in SETTINGS} | {setting.negated for setting in SETTINGS} | FOREIGN_VARIABLES
+    for name in environment:
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known - {""}, n=1, cutoff=0)
+            raise SettingsError(f"{name}: there is no such setting; the nearest is {near[0]}")
+
+
+def _default_name(model: str) -> str:
+    """MODEL itself, but of a local path only the last part: no path of this machine is shown to clients."""
+    path = Path(model)
+    return path.resolve().name if path.exists() or path.is_absolute() else model
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
