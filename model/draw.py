@@ -1,0 +1,129 @@
+"""Drawing a token from processed logits: temperature, top_k, top_p, min_p and the inversion of the distribution.
+
+What is kept is a prefix of the tokens ranked by logit, equal logits by id, lower first:
+top_k keeps the first k; top_p the shortest prefix whose share of what top_k kept reaches p, at least one token; min_p
+the tokens at least min_p times as likely as the first. The token drawn is then the first, in the order of ids, at which
+the running sum over the kept tokens exceeds noise times their whole sum.
+
+Probabilities and sums are float64. A row's bits depend on nothing but the row: exponentials are left to softmax, which
+works row by row, because an elementwise `exp` rounds an element differently when the rows around it move it between
+the vectorised part of the loop and its tail; and nothing is summed in an order that depends on the number of rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.model.slots import Records
+
+_CANDIDATES = (256, 4096)
+"""How many of the most likely tokens are ranked first; the whole vocabulary only where they do not settle a row."""
+
+
+def draw(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor:
+    """Draw one token for each row by temperature and min_p alone: int64 [rows].
+
+    logits: float32 [rows, vocabulary], minus infinity where a token is forbidden; records: [rows], the rows' sampling
+    parameters with temperatures above 0; noise: [rows], each within (0, 1).
+    """
+    weights = _probabilities(logits, records)
+    for row in np.flatnonzero(records["min_p"] > 0).tolist():
+        kept = weights[row]
+        kept.masked_fill_(kept < records["min_p"][row] * kept.max(), 0)
+    return _invert(weights, noise)
+
+
+def draw_truncated(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor:
+    """Draw as `draw` does, but also by top_k and top_p. Both are exact, however many tokens they keep."""
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    waiting = np.arange(len(logits))
+    for count in (*_CANDIDATES, logits.shape[1]):
+        rows = waiting.tolist()
+        weights, settled = _truncate(take_rows(logits, rows), records[waiting], count)
+        chosen[rows] = _invert(weights, noise[waiting])
+        waiting = waiting[~settled]
+        if not len(waiting):
+            break
+    return chosen
+
+
+def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows of values, in ascending order: values itself where these are all."""
+    return values if len(rows) == len(values) else values[rows]
+
+
+def most_likely(values: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` largest values of each row, equal values by id: int64 [rows, count]."""
+    # A few more are ranked than asked for: the last ranked value may have equals that were left out.
+    ids, certain = _rank(values, count + 16)
+    ids = ids[:, :count]
+    if rows := torch.nonzero(certain < count)[:, 0].tolist():
+        ids[rows] = _rank(values[rows], values.shape[1])[0][:, :count]
+    return ids
+
+
+def _rank(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of the `count` largest values of each row, equal values by id, and how many of them are certain.
+
+    topk takes any of the tokens that equal its last value, so the ids are certain only before that value begins.
+    """
+    rows, width = values.shape
+    if count >= width:
+        ids = values.sort(dim=1, descending=True, stable=True).indices
+        return ids, torch.full((rows,), width, device=values.device)
+    ids = values.topk(count, dim=1).indices.sort(dim=1).values
+    ranked = values.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, ranked.indices), (ranked.values > ranked.values[:, -1:]).sum(dim=1)
+
+
+def _probabilities(logits: Tensor, records: Records) -> Tensor:
+    """Return softmax(logits / temperature): float64 [rows, vocabulary]."""
+    # With the largest logit subtracted first, a tiny temperature overflows to minus infinity only.
+    scaled = logits.double().sub_(logits.amax(dim=1, keepdim=True))
+    return scaled.div_(_column(records["temperature"], logits)).softmax(dim=1)
+
+
+def _truncate(logits: Tensor, records: Records, count: int) -> tuple[Tensor, NDArray[np.bool_]]:
+    """Return each row's probabilities [rows, vocabulary], 0 where a token is not kept, looking at `count` tokens only.
+
+    Also tells which rows these tokens settle; all of them do where count reaches the vocabulary.
+    """
+    count = min(count, logits.shape[1])
+    probabilities = _probabilities(logits, records)
+    ids, certain = _rank(logits, count)
+    ranked = probabilities.gather(1, ids)
+    kept = _kept(ranked, records, logits.shape[1])
+    ranked.masked_fill_(torch.arange(count, device=logits.device) >= kept[:, None], 0)
+    settled = (kept <= certain).cpu().numpy() & ((records["top_k"] <= count) | (records["top_k"] == logits.shape[1]))
+    return probabilities.zero_().scatter_(1, ids, ranked), settled
+
+
+def _kept(ranked: Tensor, records: Records, vocabulary: int) -> Tensor:
+    """Return how many of the most likely tokens each row keeps: [rows].
+
+    ranked: [rows, count], the largest probabilities first. More than `count` says that these do not settle the row.
+    """
+    top_k, top_p, min_p = (_column(records[name], ranked) for name in ("top_k", "top_p", "min_p"))
+    cumulative = ranked.cumsum(dim=1)
+    of_top_k = cumulative.gather(1, (top_k - 1).clamp(max=ranked.shape[1] - 1))
+    whole = torch.where(top_k < vocabulary, of_top_k, 1.0)
+    # A top_p of 1 keeps all, even where rounding lets the sum reach 1 before the last token.
+    nucleus = torch.where(top_p < 1, (cumulative < top_p * whole).sum(dim=1, keepdim=True) + 1, vocabulary)
+    likely = (ranked >= min_p * ranked[:, :1]).sum(dim=1, keepdim=True)
+    return torch.minimum(torch.minimum(top_k, nucleus), likely)[:, 0]
+
+
+def _invert(weights: Tensor, noise: NDArray[np.float64]) -> Tensor:
+    """Return the first token at which the running sum exceeds noise times the sum; overwrites weights."""
+    running = weights.cumsum_(dim=1)
+    target = running[:, -1:] * _column(noise, weights)
+    # A row that is not finite finds no token; it is reported as failed, but its id must stay within the vocabulary.
+    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    """Return host values [rows] as a tensor [rows, 1] on the device of `like`."""
+    return torch.from_numpy(values.copy()).to(like.device, non_blocking=True)[:, None]
