@@ -1,0 +1,21 @@
+"""Where a checkpoint's tensors go. Imports no torch at run time: this package also serves the HTTP process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What a model expects of one tensor, and how to hand it over."""
+
+    shape: tuple[int, ...]
+    """The whole tensor's, as the checkpoint has it."""
+    load: Callable[[int, "Tensor"], None]
+    """load(first_row, rows): rows first_row, first_row + 1, … of the tensor, in the checkpoint's dtype, on the CPU.
+
+    Called in ascending order without gaps; the callee copies what it keeps, and skips rows of other ranks.
+    """

@@ -1,0 +1,86 @@
+"""A GGUF file as a checkpoint: Hugging Face's names, llama.cpp's row order undone, blocks dequantised by slices."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.model.weights.configuration import gguf_config
+from octavo.model.weights.errors import CheckpointError
+from octavo.model.weights.gguf_file import GGUFFile
+
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFCheckpoint:
+    """Reads the header at once and tensors when asked: floats in their own dtype, quantised blocks as float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(path)
+        self.config = gguf_config(self.file)
+        self.files: dict[str, Path] = {}
+        self._gguf_names = {hugging_face_name(name): name for name in self.file.tensors}
+        self.shapes = {name: self.file.tensors[stored].shape for name, stored in self._gguf_names.items()}
+
+    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
+        """Rows of a tensor, in Hugging Face's order."""
+        stored = self._gguf_names[name]
+        tensor = self.file.tensors[stored]
+        if len(tensor.shape) == 1:
+            return _decode(self.file.rows(stored), tensor.type)[0][self._row_order(name, first_row, rows)]
+        try:
+            data = self.file.rows(stored)[self._row_order(name, first_row, rows)]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
+        return _decode(data, tensor.type)
+
+    def _row_order(self, name: str, first_row: int, rows: int | None) -> npt.NDArray[np.signedinteger]:
+        """Where the wanted rows lie in the file.
+
+        Only files of the llama architecture store q and k otherwise than Hugging Face: llama.cpp rotates neighbouring
+        pairs, so the two halves of each head are interleaved there.
+        """
+        end = self.shapes[name][0] if rows is None else first_row + rows
+        wanted = np.arange(first_row, end)
+        interleaved = ("self_attn.q_proj", "self_attn.k_proj")
+        if self.config.architecture != "LlamaForCausalLM" or not name.rpartition(".")[0].endswith(interleaved):
+            return wanted
+        head_dim = self.config.head_dim
+        head, place = np.divmod(wanted, head_dim)
+        half, pair = np.divmod(place, head_dim // 2)
+        return head * head_dim + 2 * pair + half
+
+
+def hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays as it is."""
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in NAMES:
+        return f"{NAMES[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _decode(data: npt.NDArray[np.uint8], kind: str) -> Tensor:
+    """Bytes of rows, [rows, bytes], as numbers, [rows, columns]."""
+    if kind in FLOATS:
+        return torch.from_numpy(np.array(data)).view(FLOATS[kind])
+    return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))

