@@ -55,18 +55,18 @@ class Activations:
     def of(cls, arena: ActivationArena, config: ModelConfig, tokens: int) -> "Activations":
         """Name the parts of the arena that a step of so many tokens (padding included) uses."""
         qkv = arena.view("qkv", tokens)
-        q, k, v = qkv.split((config.q_width, config.kv_width, config.kv_width), dim=1)
+        k_begin, v_begin = config.q_width, config.q_width + config.kv_width
         attended = arena.view("attended", tokens)
         return cls(
             positions=arena.view("positions", tokens)[:, 0],
             spine=arena.view("spine", tokens),
             to_attention=arena.view("to_attention", tokens),
             qkv=qkv,
-            q=q.unflatten(1, (config.heads, config.head_dim)),
-            k=k.unflatten(1, (config.kv_heads, config.head_dim)),
-            v=v.unflatten(1, (config.kv_heads, config.head_dim)),
+            q=qkv[:, :k_begin].view(tokens, config.heads, config.head_dim),
+            k=qkv[:, k_begin:v_begin].view(tokens, config.kv_heads, config.head_dim),
+            v=qkv[:, v_begin:].view(tokens, config.kv_heads, config.head_dim),
             attended=attended,
-            heads_out=attended.unflatten(1, (config.heads, config.head_dim)),
+            heads_out=attended.view(tokens, config.heads, config.head_dim),
             to_feed_forward=arena.view("to_feed_forward", tokens),
             gate_up=arena.view("gate_up", tokens),
         )

@@ -1,0 +1,151 @@
+"""One device, one step: from the scheduler's rows to sampled tokens and log-probabilities."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.model.arena import ActivationArena
+from octavo.model.attention import AttentionBackend
+from octavo.model.sampling import Sampled, Sampler
+from octavo.model.slots import SlotTable
+from octavo.model.step import Pending, Row, RowResult, Step, StepResult
+from octavo.model.transformer import Transformer
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Logits that a step asks for. Arrays [wanted], on the host."""
+
+    tokens: IntArray
+    """Which token of the step's batch to take to the LM head."""
+    slots: IntArray
+    positions: IntArray
+    """Index, in prompt and output, of the token that these logits predict."""
+
+    def parts(self, size: int) -> Iterator["_Wanted"]:
+        """Divide into parts of at most `size`."""
+        for start in range(0, len(self.tokens), size):
+            part = slice(start, start + size)
+            yield _Wanted(self.tokens[part], self.slots[part], self.positions[part])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a step as arrays [rows]."""
+
+    slots: IntArray
+    starts: IntArray
+    counts: IntArray
+    samples: NDArray[np.bool_]
+    scores: IntArray
+    """How many of the row's tokens predict a prompt token that is to be scored."""
+
+    @classmethod
+    def of(cls, rows: tuple[Row, ...], prompt_lengths: IntArray) -> "_Rows":
+        """Gather the columns; prompt_lengths: [slots]."""
+        columns = [(row.slot, row.start, row.count, row.sample, row.score) for row in rows]
+        slots, starts, counts, samples, score = np.array(columns, dtype=np.int64).reshape(-1, 5).T
+        scores = np.where(score, np.clip(prompt_lengths[slots] - 1 - starts, 0, counts), 0)
+        return cls(slots, starts, counts, samples.astype(np.bool_), scores)
+
+    def sampled(self) -> _Wanted:
+        """The last token of every row that samples."""
+        ends, chosen = np.cumsum(self.counts), self.samples
+        return _Wanted(ends[chosen] - 1, self.slots[chosen], (self.starts + self.counts)[chosen])
+
+    def scored(self) -> _Wanted:
+        """The tokens that predict a prompt token to be scored, row after row."""
+        row = np.repeat(np.arange(len(self.counts)), self.scores)
+        offset = np.arange(len(row)) - (np.cumsum(self.scores) - self.scores)[row]
+        first = np.cumsum(self.counts) - self.counts
+        return _Wanted(first[row] + offset, self.slots[row], self.starts[row] + offset + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A step on its way: results are read from the device once they are waited for."""
+
+    rows: _Rows
+    sampled: list[Sampled]
+    scored: list[Sampled]
+
+    def wait(self) -> StepResult:
+        """Put together what was sampled and scored, in the order of the rows."""
+        sampled = iter([result for part in self.sampled for result in part.results()])
+        scored = iter([result for part in self.scored for result in part.results()])
+        results = []
+        for samples, scores in zip(self.rows.samples, self.rows.scores, strict=True):
+            own = next(sampled) if samples else RowResult()
+            results.append(_with_scores(own, [next(scored) for _ in range(scores)]))
+        return StepResult(tuple(results))
+
+
+def _with_scores(result: RowResult, scores: list[RowResult]) -> RowResult:
+    if result.failed or any(score.failed for score in scores):
+        return RowResult(failed=True)
+    found = tuple(score.logprobs for score in scores if score.logprobs is not None)
+    return replace(result, prompt_logprobs=found)
+
+
+class ModelRunner:
+    """Executes steps on one device, in the order they are submitted."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        attention: AttentionBackend,
+        slots: SlotTable,
+        sampler: Sampler,
+        arena: ActivationArena,
+    ) -> None:
+        self.model = model
+        self._attention = attention
+        self._slots = slots
+        self._sampler = sampler
+        self._arena = arena
+        self._cache_slots = torch.empty(arena.max_tokens, dtype=torch.int32)
+        """Where each token's K and V go: on the host, as the attention backends plan there."""
+
+    def submit(self, step: Step) -> Pending:
+        """Queue a step. ValueError if it is larger than the arena or contradicts the slot table."""
+        self._slots.apply(step)
+        rows = _Rows.of(step.rows, self._slots.sampling["prompt_length"])
+        if step.rows:
+            self._forward(step)
+        return _Queued(rows, list(self._sample(rows.sampled())), list(self._score(rows.scored())))
+
+    def _forward(self, step: Step) -> None:
+        """Compute the final norm of every token of the step, and append its K and V to the cache."""
+        tokens, multiple = step.tokens, self.model.kernels.row_multiple
+        if tokens > self._arena.max_tokens:
+            raise ValueError(f"a step of {tokens} tokens exceeds the {self._arena.max_tokens} this runner is built for")
+        padded = -(-tokens // multiple) * multiple
+        token_ids = self._arena.view("tokens", padded)[:, 0]
+        positions = self._arena.view("positions", padded)[:, 0]
+        token_ids[tokens:].zero_()
+        positions[tokens:].zero_()
+        batch = self._slots.inputs(step, token_ids, positions, self._cache_slots)
+        self._attention.plan(batch)
+        self.model.forward(self._arena, padded, self._attention)
+
+    def _sample(self, wanted: _Wanted) -> Iterator[Sampled]:
+        """Choose the next tokens and append them to their slots, where the next step finds them."""
+        for part in wanted.parts(self._arena.max_rows):
+            sampled = self._sampler.sample(self._logits(part), part.slots, part.positions)
+            self._slots.append(part.slots, part.positions, sampled.tokens)
+            yield sampled.to_host()
+
+    def _score(self, wanted: _Wanted) -> Iterator[Sampled]:
+        """Look up the log-probabilities of prompt tokens, as many at a time as the arena's logits hold."""
+        for part in wanted.parts(self._arena.max_rows):
+            yield self._sampler.score(self._logits(part), part.slots, part.positions).to_host()
+
+    def _logits(self, wanted: _Wanted) -> Tensor:
+        """Return float32 [wanted, vocabulary], a view of the arena until the next call."""
+        return self.model.logits(self._arena, torch.from_numpy(wanted.tokens).to(self.model.rope.device))
