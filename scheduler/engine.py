@@ -1,0 +1,129 @@
+"""The loop: take in messages, decide a step, queue it on the device, report what an earlier one yielded."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+
+from octavo.model.step import Pending, Runner, Step
+from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine, TokenEvent
+from octavo.scheduler.policy import Scheduler
+
+
+class Channel(Protocol):
+    """The engine's end of the line to the server. A server that is gone reads as a Shutdown."""
+
+    def receive(self, block: bool) -> Sequence[ToEngine]:
+        """All messages that have arrived, in order; with `block`, wait until there is at least one."""
+        ...
+
+    def send(self, message: StepReport) -> None:
+        """Send one report."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A step on the device."""
+
+    step: Step
+    pending: Pending
+    schedule_seconds: float
+    submit_seconds: float
+
+
+class Engine:
+    """Drives one runner for one server.
+
+    `lookahead` is how many steps may be queued behind the one whose result is awaited. With 1 the host prepares the
+    next step while the device computes; 0 suits a device that is the host itself: no step is computed in vain.
+
+    An exception from the runner leaves the engine unusable and is not caught here.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, channel: Channel, lookahead: int = 0) -> None:
+        if lookahead < 0:
+            raise ValueError(f"lookahead counts steps: it cannot be {lookahead}")
+        self._scheduler = scheduler
+        self._runner = runner
+        self._channel = channel
+        self._lookahead = lookahead
+        self._pipeline: deque[_Queued] = deque()
+        self._steps = 0
+        self._closed = False
+
+    def run(self) -> None:
+        """Serve until a Shutdown arrives. Requests that are alive then are dropped."""
+        while not self._closed:
+            self.turn()
+
+    def turn(self) -> None:
+        """Queue one step if there is one to queue, and report those whose turn it is."""
+        self._receive(block=not (self._scheduler.busy or self._pipeline))
+        if self._closed:
+            return
+        queued = self._submit_next()
+        while self._pipeline and (len(self._pipeline) > self._lookahead or not queued):
+            self._commit_oldest()
+
+    def _receive(self, block: bool) -> None:
+        events: list[TokenEvent] = []
+        for message in self._channel.receive(block):
+            match message:
+                case Submission():
+                    event = self._scheduler.add(message)
+                case Abort():
+                    event = self._scheduler.abort(message.request, message.reason)
+                case Shutdown():
+                    self._closed = True
+                    return
+                case _:
+                    raise ValueError("an engine is configured once, before its first request")
+            if event is not None:
+                events.append(event)
+        if events:
+            self._channel.send(StepReport(events=tuple(events), stats=self._stats()))
+
+    def _submit_next(self) -> bool:
+        started = perf_counter()
+        step = self._scheduler.schedule()
+        if step is None:
+            return False
+        scheduled = perf_counter()
+        pending = self._runner.submit(step)
+        self._pipeline.append(_Queued(step, pending, scheduled - started, perf_counter() - scheduled))
+        return True
+
+    def _commit_oldest(self) -> None:
+        queued = self._pipeline.popleft()
+        started = perf_counter()
+        result = queued.pending.wait()
+        landed = perf_counter()
+        events = self._scheduler.commit(queued.step, result)
+        self._steps += 1
+        stats = msgspec.structs.replace(
+            self._stats(),
+            step_tokens=queued.step.tokens,
+            step_rows=len(queued.step.rows),
+            schedule_seconds=queued.schedule_seconds,
+            device_seconds=queued.submit_seconds + landed - started,
+            commit_seconds=perf_counter() - landed,
+        )
+        self._channel.send(StepReport(events=tuple(events), stats=stats))
+
+    def _stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            blocks_free=scheduler.pool.free,
+            blocks_cached=scheduler.pool.cached,
+            blocks_referenced=scheduler.pool.referenced,
+            steps_total=self._steps,
+            preemptions_total=scheduler.preemptions,
+            prefix_queries_total=scheduler.prefix_queries,
+            prefix_hits_total=scheduler.prefix_hits,
+        )

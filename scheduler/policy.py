@@ -1,0 +1,373 @@
+"""Who computes next.
+
+The scheduler knows requests, slots and blocks, but no device: `schedule` decides what the next step computes, and
+`commit` takes in what it yielded. Between the two other steps may be scheduled: tokens that are still being sampled
+count as pending, and the step that computes them reads their values on the device.
+
+Rules it keeps:
+
+- Steps execute in the order they were scheduled: a block or slot that one step gives up is free for the next.
+- Running requests go first, in order of arrival; then waiting ones while tokens, slots and blocks last.
+- If blocks run out, the youngest request gives up its own and computes them again later: the oldest always finishes.
+- A request that a step in flight works for is never preempted. It is left out until that step has landed.
+- The work of a step is proportional to the tokens it computes, never to the length of a request.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult, TokenLogprobs
+from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
+from octavo.scheduler.request import Request
+from octavo.scheduler.reuse import PrefixReuse
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one request may take."""
+
+    max_rows: int
+    """Requests that run at a time: the number of slots."""
+    max_tokens: int
+    """Tokens that one step computes."""
+    max_model_len: int
+    """Prompt and output of one request together."""
+    block_size: int
+    """Positions in a block."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step in the making."""
+
+    budget: int
+    """Tokens left."""
+    rows: list[tuple[Row, Request]] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    grown: list[Growth] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+    short: bool = False
+    """Whether blocks ran out."""
+    left_out: Request | None = None
+    """The victim that cannot be preempted yet, because a step in flight works for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is scheduled and not yet committed."""
+
+    step: Step
+    requests: tuple[Request, ...]
+    """Whom each row belongs to. A slot number would not do: it may have a new owner when the step lands."""
+    published: tuple[int, ...]
+    """Blocks that got their names on the promise that this step fills them."""
+
+
+class Scheduler:
+    """Continuous batching over one block pool.
+
+    Only requests that could run alone are accepted, so that every accepted request ends: `add` refuses the others.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        hasher: PrefixHasher | None,
+        limits: Limits,
+        eos_ids: Iterable[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hasher` None: no prefix caching. `clock`: seconds, for queue times."""
+        if min(limits.max_rows, limits.max_tokens, limits.max_model_len, limits.block_size) < 1:
+            raise ValueError(f"every limit must be at least 1: {limits}")
+        if hasher is not None and hasher.block_size != limits.block_size:
+            raise ValueError(f"names are made for blocks of {hasher.block_size}, the cache has {limits.block_size}")
+        self.pool = pool
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._caching = hasher is not None
+        self._reuse = PrefixReuse(pool, hasher)
+        self._limits = limits
+        self._eos_ids = frozenset(eos_ids)
+        self._clock = clock
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._running: dict[int, Request] = {}
+        """Both by id and in order of arrival; every running request arrived before every waiting one."""
+        self._slots = list(reversed(range(limits.max_rows)))
+        self._retired: list[int] = []
+        """Slots given up, of which the runner learns in the next step."""
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is alive."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot, blocks or tokens."""
+        return len(self._waiting)
+
+    def add(self, submission: Submission) -> TokenEvent | None:
+        """Accept a request, or return the event that refuses it."""
+        if submission.request in self._waiting or submission.request in self._running:
+            raise ValueError(f"request {submission.request} exists already")
+        request = Request(
+            id=submission.request,
+            prompt=submission.prompt,
+            params=submission.params,
+            limit=min(submission.max_tokens, self._limits.max_model_len - len(submission.prompt)),
+            salt=submission.salt,
+            eos_ids=frozenset() if submission.params.ignore_eos else self._eos_ids,
+            arrival=self._clock(),
+        )
+        reason = self._reason_to_refuse(request, submission.max_tokens)
+        if reason is not None:
+            return TokenEvent(request=request.id, finish="error", error=reason)
+        self._waiting[request.id] = request
+        return None
+
+    def _reason_to_refuse(self, request: Request, max_tokens: int) -> str | None:
+        prompt, context = len(request.prompt), self._limits.max_model_len
+        if prompt == 0:
+            return "the prompt is empty: at least one token is needed"
+        if prompt > context:
+            return f"the prompt has {prompt} tokens, but the context holds only {context}: shorten it"
+        if max_tokens > 0 and prompt == context:
+            return f"the prompt has {prompt} tokens and fills the context: no room is left to generate, shorten it"
+        blocks = self._blocks_for(request.span)
+        if blocks > self.pool.total:
+            return (
+                f"{prompt} prompt tokens and up to {request.limit} generated ones need {blocks} KV blocks of "
+                f"{self._limits.block_size}, but the cache has only {self.pool.total}: shorten the prompt or max_tokens"
+            )
+        return None
+
+    def abort(self, request_id: int, reason: FinishReason) -> TokenEvent | None:
+        """End a request now and return its last event; None if it is unknown or has ended.
+
+        Rows in flight still run, in order, before anything else can use its blocks; `commit` drops what they yield.
+        """
+        request = self._waiting.get(request_id) or self._running.get(request_id)
+        if request is None:
+            return None
+        self._end(request, reason)
+        return request.announce(TokenEvent(request=request_id, finish=reason))
+
+    # Scheduling
+
+    def schedule(self) -> Step | None:
+        """Decide the next step; None if nothing can be computed before a step in flight has landed."""
+        draft = _Draft(self._limits.max_tokens)
+        self._continue_running(draft)
+        if not draft.short:
+            self._admit_waiting(draft)
+        if not draft.rows:
+            return None
+        draft.rows.sort(key=lambda pair: pair[0].count > 1)
+        rows, requests = zip(*draft.rows, strict=True)
+        step = Step(tuple(self._retired), tuple(draft.admitted), tuple(draft.grown), rows)
+        self._retired.clear()
+        self._flights.append(_Flight(step, requests, tuple(draft.published)))
+        return step
+
+    def _continue_running(self, draft: _Draft) -> None:
+        for request in tuple(self._running.values()):
+            count = min(request.remaining, draft.budget)
+            if count == 0 or request.slot is None or request is draft.left_out:
+                continue
+            if self._grow(request, request.slot, count, draft):
+                self._add_row(request, request.slot, count, draft)
+
+    def _grow(self, request: Request, slot: int, count: int, draft: _Draft) -> bool:
+        """Give a running request the blocks for `count` more positions, if need be at the cost of the youngest."""
+        needed = self._blocks_for(request.computed + count) - len(request.blocks)
+        if needed <= 0:
+            return True
+        while (blocks := self.pool.allocate(needed)) is None:
+            if not self._make_room(request, draft):
+                return False
+        request.blocks += blocks
+        draft.grown.append(Growth(slot, tuple(blocks)))
+        return True
+
+    def _make_room(self, request: Request, draft: _Draft) -> bool:
+        """Preempt the youngest; False if `request` cannot go on in this step.
+
+        The youngest has no row in the draft: rows go to older requests first, and it is `request` or younger.
+        """
+        draft.short = True
+        if draft.left_out is not None:
+            return False
+        victim = next(reversed(self._running.values()))
+        if victim.in_flight:
+            draft.left_out = victim
+            return False
+        self._requeue(victim)
+        victim.preemptions += 1
+        self.preemptions += 1
+        return victim is not request
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self._waiting and self._slots and draft.budget:
+            request = next(iter(self._waiting.values()))
+            if not self._claim_blocks(request):
+                break
+            self._admit(request, draft)
+
+    def _claim_blocks(self, request: Request) -> bool:
+        """Give a waiting request blocks for all its known tokens, cached ones where possible.
+
+        One block for each running request stays untouched: else the newcomer would soon be preempted for its elders.
+        """
+        spare = self.pool.available - len(self._running)
+        if spare < request.wanted:
+            return False
+        found = self._reuse.find(request)
+        needed = self._blocks_for(request.known) - len(found)
+        self.pool.share(found)
+        revived = spare - (self.pool.available - len(self._running))
+        blocks = None if spare < needed + revived else self.pool.allocate(needed)
+        if blocks is None:
+            request.wanted = needed + revived
+            self.pool.release(found)
+            return False
+        request.blocks = found + blocks
+        request.published = len(found)
+        request.computed = len(found) * self._limits.block_size
+        return True
+
+    def _admit(self, request: Request, draft: _Draft) -> None:
+        del self._waiting[request.id]
+        self._running[request.id] = request
+        slot = request.slot = self._slots.pop()
+        if request.queue_seconds is None:
+            request.queue_seconds = self._clock() - request.arrival
+            request.cached_tokens = request.computed
+            if self._caching and request.scores == 0:
+                self.prefix_queries += len(request.prompt)
+                self.prefix_hits += request.cached_tokens
+        tokens, blocks = request.tokens(0, request.known), tuple(request.blocks)
+        draft.admitted.append(
+            Admission(slot, tokens, len(request.prompt), blocks, request.params, request.ending_ids),
+        )
+        self._add_row(request, slot, min(request.remaining, draft.budget), draft)
+
+    def _add_row(self, request: Request, slot: int, count: int, draft: _Draft) -> None:
+        start, end = request.computed, request.computed + count
+        sample = end == request.known + request.pending and request.limit > 0
+        score = start < request.scores and request.scored < min(end, request.scores)
+        draft.rows.append((Row(slot, start, count, sample, score), request))
+        draft.budget -= count
+        request.computed = end
+        request.pending += sample
+        request.in_flight += 1
+        # A prompt block can be found at once: later steps run after this one, and within a step K and V of all rows are
+        # stored before any row attends. Tokens that are still being sampled have no value yet to make a name of.
+        draft.published += self._reuse.publish(request, min(end, len(request.prompt)))
+
+    # Committing
+
+    def commit(self, step: Step, result: StepResult) -> list[TokenEvent]:
+        """Take in what a step yielded. Steps are committed in the order they were scheduled."""
+        flight = self._flights.popleft()
+        if flight.step is not step:
+            raise ValueError("steps must be committed in the order they were scheduled")
+        events = []
+        for row, request, outcome in zip(step.rows, flight.requests, result.rows, strict=True):
+            request.in_flight -= 1
+            if request.finish is None and (event := self._commit_row(request, row, outcome)) is not None:
+                events.append(event)
+        return events
+
+    def _commit_row(self, request: Request, row: Row, outcome: RowResult) -> TokenEvent | None:
+        if outcome.failed:
+            # Its K and V are suspect, those found in the cache included: nobody else may find them.
+            self.pool.withdraw(request.blocks)
+            self._end(request, "error")
+            message = "the model computed values that are not finite for this request"
+            return request.announce(TokenEvent(request=request.id, finish="error", error=message))
+        end = row.start + row.count
+        scores = self._new_scores(request, row, outcome)
+        finish: FinishReason | None = None
+        stop_id: int | None = None
+        if row.sample:
+            finish, stop_id = request.take(outcome.token)
+        elif request.limit == 0 and end == len(request.prompt):
+            finish = "length"
+        self._reuse.publish(request, end)
+        if finish is not None:
+            self._end(request, finish)
+        elif not row.sample and not scores:
+            return None
+        event = TokenEvent(
+            request=request.id,
+            token=outcome.token if row.sample else None,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=scores,
+            finish=finish,
+            stop_id=stop_id,
+        )
+        return request.announce(event)
+
+    def _new_scores(self, request: Request, row: Row, outcome: RowResult) -> tuple[TokenLogprobs, ...]:
+        """Prompt log-probabilities of this row, without those that were reported before a preemption."""
+        if not row.score:
+            return ()
+        scores = outcome.prompt_logprobs[max(request.scored - row.start, 0) :]
+        request.scored = min(row.start + row.count, request.scores)
+        return scores
+
+    def rollback(self) -> None:
+        """Undo every step in flight, because the runner failed and has forgotten all slots.
+
+        Running requests wait again, in their order. What committed steps have computed stays cached; what the others
+        had promised is withdrawn.
+        """
+        for flight in self._flights:
+            self.pool.withdraw(flight.published)
+        self._flights.clear()
+        for request in reversed(tuple(self._running.values())):
+            request.in_flight = 0
+            self._requeue(request)
+        self._retired.clear()
+
+    # Leaving
+
+    def _requeue(self, request: Request) -> None:
+        """Make a running request the next to be admitted."""
+        self._vacate(request)
+        request.wanted = 0
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+
+    def _end(self, request: Request, finish: FinishReason) -> None:
+        request.finish = finish
+        if request.slot is None:
+            del self._waiting[request.id]
+        else:
+            self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Take slot and blocks from a running request. Nothing else gives up either."""
+        if request.slot is None:
+            raise ValueError(f"request {request.id} holds no slot")
+        del self._running[request.id]
+        self._slots.append(request.slot)
+        self._retired.append(request.slot)
+        self.pool.release(request.blocks)
+        request.slot, request.blocks = None, []
+        request.computed = request.pending = request.published = 0
+
+    def _blocks_for(self, positions: int) -> int:
+        return -(-positions // self._limits.block_size)

@@ -1,0 +1,115 @@
+"""The life of one request inside the engine."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.model.step import SamplingParams
+from octavo.scheduler.messages import FinishReason, TokenEvent
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt and what has become of it. Two requests are the same only if they are the same object.
+
+    Three lengths tell where it stands: `known` tokens have a value on the host, `pending` more are being sampled by
+    steps in flight, and K and V of `computed` positions are in the cache, or will be once those steps have run.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    limit: int
+    """Tokens to generate at most: max_tokens, or less where the model's context ends before."""
+    salt: bytes
+    eos_ids: frozenset[int]
+    """Empty if it ignores the end of sequence."""
+    arrival: float
+    """Seconds on the scheduler's clock."""
+
+    output: list[int] = field(default_factory=list)
+    slot: int | None = None
+    """Its place on the device; None while it waits and after its end."""
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    """Rows in steps that are scheduled and not yet committed."""
+    finish: FinishReason | None = None
+
+    names: list[bytes] = field(default_factory=list)
+    """Names of its full blocks from the first on, as far as they were needed. Tokens never change, nor do names."""
+    published: int = 0
+    """How many of `blocks`, from the first on, are published or were found in the cache."""
+    wanted: int = 0
+    """Available blocks that its last try at admission would have needed: below this, trying again is useless."""
+
+    scored: int = 0
+    """Prompt log-probabilities reported so far."""
+    preemptions: int = 0
+    queue_seconds: float | None = None
+    """Time from arrival to the first admission; None before it."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache at the first admission."""
+    announced: bool = False
+    """Whether the event that follows its admission has been made."""
+
+    @property
+    def ending_ids(self) -> tuple[int, ...]:
+        """Sampling one of these ends the request, once more than min_tokens are there."""
+        return tuple(sorted(self.eos_ids.union(self.params.stop_token_ids)))
+
+    @property
+    def known(self) -> int:
+        """Tokens whose value the host knows: prompt and output so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def span(self) -> int:
+        """Positions that its whole life computes at most: the last token is sampled, but never computed."""
+        return len(self.prompt) + max(self.limit - 1, 0)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that could be computed now. 0 if its last token is in flight."""
+        return min(self.known + self.pending, self.span) - self.computed
+
+    @property
+    def scores(self) -> int:
+        """Prompt log-probabilities that it asks for: one for each prompt token but the first."""
+        return 0 if self.params.prompt_logprobs is None else len(self.prompt) - 1
+
+    @property
+    def reusable(self) -> int:
+        """Positions that may be skipped if their K and V are cached.
+
+        Not those that predict prompt tokens still to be scored, and never the last, which yields the next token.
+        """
+        return self.scored if self.scored < self.scores else self.known - 1
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens at positions start .. stop-1."""
+        prompt = len(self.prompt)
+        return self.prompt[start:stop] + tuple(self.output[max(start - prompt, 0) : max(stop - prompt, 0)])
+
+    def take(self, token: int | None) -> tuple[FinishReason | None, int | None]:
+        """Append a sampled token. Returns whether it ends the request, and the stop id if that is why."""
+        if token is None:
+            raise ValueError(f"the runner sampled no token for request {self.id}")
+        self.pending -= 1
+        self.output.append(token)
+        if len(self.output) > self.params.min_tokens:
+            if token in self.eos_ids:
+                return "stop", None
+            if token in self.params.stop_token_ids:
+                return "stop", token
+        return ("length" if len(self.output) >= self.limit else None), None
+
+    def announce(self, event: TokenEvent) -> TokenEvent:
+        """Mark the first event after the admission with what is known since then; return later ones as they are."""
+        if self.announced or self.queue_seconds is None:
+            return event
+        self.announced = True
+        return msgspec.structs.replace(
+            event, first=True, queue_seconds=self.queue_seconds, cached_tokens=self.cached_tokens
+        )
