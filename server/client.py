@@ -130,6 +130,7 @@ class EngineClient:
             client._link.send(config)
             client.ready = await client._became_ready
         except BaseException:
+            client._kill()  # while it loads, it would not hear a Shutdown
             await client.close()
             raise
         client.metrics.engine_ready(client.ready)
@@ -195,6 +196,8 @@ class EngineClient:
     async def _watch(self) -> None:
         """Wait until the engine is gone, see that its process is too, and tell everyone why."""
         reason = await self._link.closed
+        if reason is not None:
+            self._kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
         self._kill()

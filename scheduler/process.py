@@ -1,0 +1,91 @@
+"""The engine's process: `python -m octavo.scheduler.process FD`, with FD an inherited socket to the server.
+
+The first message is the configuration, the answer Ready or Fatal. Ends when told to, when the server is gone, or on the
+first error: a request's error is a message, an engine's error is the end of the engine.
+"""
+
+import ctypes
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from octavo.model.step import Runner
+from octavo.scheduler.channel import Channel, ProtocolError
+from octavo.scheduler.engine import Engine
+from octavo.scheduler.messages import EngineConfig, Fatal, Ready, Shutdown
+from octavo.scheduler.policy import Scheduler
+
+INTERNAL_ERROR = 70
+
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+Build = Callable[[EngineConfig], tuple[Scheduler, Runner, Ready]]
+
+
+class DeviceError(Exception):
+    """The device cannot be used."""
+
+    exit_code = 69
+
+
+def serve(channel: Channel, build: Build) -> int:
+    """Run an engine until it is told to end; return the exit code, which a Fatal message has told the server too.
+
+    `build` loads whatever the configuration names. An exception's `exit_code` attribute, where it has one, becomes the
+    exit code: then its text is meant for the user, while any other exception is a fault and logged as one.
+    """
+    try:
+        config = _receive_config(channel)
+        if config is not None:
+            scheduler, runner, ready = build(config)
+            channel.send(ready)
+            Engine(scheduler, runner, channel, lookahead=int(ready.device.startswith("cuda"))).run()
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        message = " ".join(str(error).split()) or type(error).__name__
+        if code is None:
+            _log.exception("the engine cannot go on")
+            code, message = INTERNAL_ERROR, f"internal error: {type(error).__name__}: {message}"
+        channel.send(Fatal(message=message, exit_code=code))
+        return int(code)
+    return 0
+
+
+def _receive_config(channel: Channel) -> EngineConfig | None:
+    """Wait for the first message. None: the server has changed its mind, or is gone."""
+    first, *rest = channel.receive(block=True)
+    if isinstance(first, Shutdown) or rest:
+        return None
+    if not isinstance(first, EngineConfig):
+        raise ProtocolError(f"the first message is a {type(first).__name__}, not the configuration")
+    return first
+
+
+def prepare_process() -> None:
+    """Tie this process to its parent: it dies when the parent does, and at SIGTERM, but not at the terminal's Ctrl-C.
+
+    The kernel watches the parent's *thread* that spawned us: the server spawns from its main thread.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def build(config: EngineConfig) -> tuple[Scheduler, Runner, Ready]:
+    """Load the model."""
+    raise NotImplementedError(config.model)
+
+
+def main() -> int:
+    """Run the engine that the server has spawned; return the exit code."""
+    prepare_process()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    return serve(channel, build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

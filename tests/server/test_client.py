@@ -1,0 +1,251 @@
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from support import scripted_engine
+from support.scripted_engine import CRASH, KILL, scripted_token
+
+from octavo.model.step import SamplingParams
+from octavo.scheduler.messages import EngineConfig, TokenEvent
+from octavo.server.client import EngineClient, EngineError, Generation
+from octavo.server.metrics import Metrics
+
+PARAMS = SamplingParams(temperature=0.0)
+SCRIPT = scripted_engine.__file__
+
+
+def command(step_seconds: float = 0.0) -> list[str]:
+    return [sys.executable, SCRIPT, "--step-seconds", str(step_seconds)]
+
+
+@asynccontextmanager
+async def engine(step_seconds: float = 0.0, **fields: int) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.start(EngineConfig(model="scripted", **fields), command=command(step_seconds))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def collect(generation: Generation) -> list[TokenEvent]:
+    return [event async for events in generation for event in events]
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def run(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def wrapped(**fixtures: object) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+
+    return wrapped
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within a few seconds; a zombie that nobody has buried yet has ended."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@run
+async def test_a_submission_yields_its_tokens_in_order_and_then_ends() -> None:
+    async with engine() as client:
+        assert client.alive
+        assert client.ready.vocabulary == scripted_engine.VOCABULARY
+        events = await collect(client.submit([5, 6, 7], PARAMS, 10))
+        assert tokens(events) == [scripted_token(3 + n) for n in range(10)]
+        assert [event.finish for event in events] == [None] * 9 + ["length"]
+        assert events[0].first
+        assert client.live == 0
+        assert client.stats.running == 0
+
+
+@run
+async def test_many_requests_at_a_time_get_their_own_tokens() -> None:
+    async with engine() as client:
+        lengths = range(1, 41)
+        generations = [client.submit([4] * length, PARAMS, 20) for length in lengths]
+        assert len({generation.request for generation in generations}) == 40
+        results = await asyncio.gather(*map(collect, generations))
+        assert [tokens(events) for events in results] == [
+            [scripted_token(length + n) for n in range(20)] for length in lengths
+        ]
+
+
+@run
+async def test_events_that_arrived_meanwhile_come_together() -> None:
+    async with engine() as client:
+        slow = client.submit([4], PARAMS, 100)
+        await collect(client.submit([5], PARAMS, 100))
+        batches = [events async for events in slow]
+        assert sum(map(len, batches)) == 100
+        assert len(batches) < 10
+
+
+@run
+async def test_an_aborted_request_ends_with_the_given_reason_and_others_go_on() -> None:
+    async with engine(step_seconds=0.002) as client:
+        other = client.submit([4], PARAMS, 60)
+        generation = client.submit([5], PARAMS, 2000)
+        events = list(await anext(generation))
+        generation.abort("stop")
+        generation.abort("abort")
+        events += await collect(generation)
+        assert [event.finish for event in events if event.finish] == ["stop"]
+        assert len(tokens(events)) < 2000
+        assert len(tokens(await collect(other))) == 60
+        generation.abort()
+        assert client.stats.running == client.live == 0
+
+
+@run
+async def test_close_ends_the_process_and_the_live_requests() -> None:
+    async with engine(step_seconds=0.002) as client:
+        generation = client.submit([5], PARAMS, 2000)
+        await anext(generation)
+        await client.close()
+        await client.close()
+        assert not client.alive
+        assert client._process.returncode == 0
+        with pytest.raises(EngineError, match="shut down"):
+            await collect(generation)
+        with pytest.raises(EngineError, match="shut down"):
+            client.submit([5], PARAMS, 1)
+
+
+@run
+async def test_an_engine_that_does_not_answer_is_killed() -> None:
+    async with engine() as client:
+        os.kill(client._process.pid, signal.SIGSTOP)
+        await client.close()
+        assert client._process.returncode == -signal.SIGKILL
+        assert gone(client._process.pid)
+
+
+@run
+async def test_a_killed_engine_fails_every_live_request_and_all_later_ones() -> None:
+    async with engine(step_seconds=0.002) as client:
+        generations = [client.submit([5], PARAMS, 2000) for _ in range(20)]
+        await anext(generations[0])
+        os.kill(client._process.pid, signal.SIGKILL)
+        for generation in generations:
+            with pytest.raises(EngineError, match="killed by SIGKILL"):
+                await collect(generation)
+        await client.lost.wait()
+        assert not client.alive
+        assert client.live == 0
+        with pytest.raises(EngineError) as raised:
+            client.submit([5], PARAMS, 1)
+        assert raised.value.exit_code == 70
+
+
+@run
+async def test_events_that_arrived_before_the_end_are_not_lost() -> None:
+    async with engine() as client:
+        generation = client.submit([5], PARAMS, 3)
+        await collect(client.submit([5], PARAMS, 3))
+        await client.close()
+        assert len(await collect(generation)) == 3
+
+
+@run
+async def test_a_fault_of_the_device_is_reported_in_one_line() -> None:
+    async with engine() as client:
+        with pytest.raises(EngineError, match=r"^internal error: RuntimeError: the device is on fire$") as raised:
+            await collect(client.submit([CRASH], PARAMS, 1))
+        assert raised.value.exit_code == 70
+
+
+@run
+async def test_an_engine_that_dies_within_a_step_is_noticed() -> None:
+    async with engine() as client:
+        with pytest.raises(EngineError, match="killed by SIGKILL"):
+            await collect(client.submit([KILL], PARAMS, 1))
+
+
+@run
+async def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_own_exit_code() -> None:
+    with pytest.raises(EngineError, match="there is no model called missing") as raised:
+        await EngineClient.start(EngineConfig(model="missing"), command=command())
+    assert raised.value.exit_code == 65
+
+
+@run
+async def test_a_command_that_is_no_engine_fails_the_start() -> None:
+    with pytest.raises(EngineError, match="exit code 3"):
+        await EngineClient.start(EngineConfig(model="m"), command=[sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(EngineError, match="cannot start"):
+        await EngineClient.start(EngineConfig(model="m"), command=["/no/such/program"])
+
+
+@run
+async def test_an_engine_that_breaks_the_protocol_is_ended() -> None:
+    script = "import os, sys, time; os.write(int(sys.argv[1]), b'\\x01\\0\\0\\0?'); time.sleep(60)"
+    with pytest.raises(EngineError, match="broke the protocol"):
+        await EngineClient.start(EngineConfig(model="m"), command=[sys.executable, "-c", script])
+
+
+@run
+async def test_a_start_that_is_cancelled_leaves_no_process_behind(tmp_path: Path) -> None:
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    start = asyncio.create_task(EngineClient.start(EngineConfig(model="m"), command=[sys.executable, "-c", script]))
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@run
+async def test_at_rest_every_request_is_accounted_for() -> None:
+    metrics = Metrics()
+    client = await EngineClient.start(EngineConfig(model="scripted"), command=command(0.001), metrics=metrics)
+    await asyncio.gather(*(collect(client.submit([4] * 20, PARAMS, 5)) for _ in range(12)))
+    aborted = client.submit([4], PARAMS, 1000)
+    await anext(aborted)
+    assert (metrics.running, metrics.waiting) == (1, 0)
+    aborted.abort()
+    await collect(aborted)
+    lost = client.submit([4], PARAMS, 1000)
+    await anext(lost)
+    await client.close()
+    assert metrics.finished == {"stop": 0, "length": 12, "abort": 1, "error": 1}
+    assert metrics.started == 14
+    assert metrics.running == metrics.waiting == 0
+    assert metrics.prompt_tokens == 12 * 20 + 2
+
+
+def test_the_engine_dies_with_a_server_that_is_killed() -> None:
+    program = f"""
+import asyncio, sys
+from octavo.scheduler.messages import EngineConfig
+from octavo.server.client import EngineClient
+async def main():
+    client = await EngineClient.start(EngineConfig(model="scripted"), command=[sys.executable, {SCRIPT!r}])
+    print(client._process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
+        pid = int(server.stdout.readline())
+        os.kill(pid, 0)
+        server.kill()
+    assert gone(pid)
