@@ -4,11 +4,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from octavo.server.choice import Choice, Delta, interleave
-from octavo.server.logprobs import CompletionLogprobs, chat_logprobs
+from octavo.model.step import TokenLogprobs
+from octavo.server.choice import Choice, Delta, Token, interleave
+from octavo.server.logprobs import chat_logprobs, completion_logprobs
+from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
 
 
@@ -58,6 +60,31 @@ class Writer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as text, and where each of its tokens stands in it."""
+
+    text: str
+    ids: Sequence[int]
+    offsets: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, ids: Sequence[int], given: str | Sequence[int]) -> "Echo":
+        """Show a prompt with its special tokens, but without a BOS that the client did not write itself."""
+        hidden = (
+            isinstance(given, str) and ids[0] == tokenizer.bos_id and not given.startswith(tokenizer.bos_token or "")
+        )
+        stream = TextStream(tokenizer, skip_special_tokens=False)
+        pieces = (stream.feed(ids[hidden:]), stream.finish())
+        offsets = [0] * hidden + [offset for piece in pieces for offset in piece.offsets]
+        return cls("".join(piece.text for piece in pieces), ids, offsets)
+
+    def tokens(self, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
+        """The prompt's tokens; all but the first have log-probabilities, if any were computed."""
+        entries = (None, *logprobs) if logprobs else (None,) * len(self.ids)
+        return [Token(*parts) for parts in zip(self.ids, self.offsets, entries, strict=True)]
+
+
 class CompletionWriter:
     """Choices of /v1/completions."""
 
@@ -68,12 +95,14 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._seeds = seeds
         self._logprobs = logprobs
-        self._writers: dict[int, CompletionLogprobs] = {}
-        self._echoes: dict[int, tuple[str, Sequence[int]]] = {}
+        self._echoes: dict[int, Echo] = {}
+        self._shift: dict[int, int] = {}
+        """Characters of the prompt before what a choice generates."""
 
-    def echo(self, choice: int, text: str, ids: Sequence[int]) -> None:
+    def echo(self, choice: int, echo: Echo) -> None:
         """Let the prompt stand before what a choice generates."""
-        self._echoes[choice] = (text, ids)
+        self._echoes[choice] = echo
+        self._shift[choice] = len(echo.text)
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:  # noqa: ARG002
         """Nothing: an echoed prompt comes with the first delta, when its log-probabilities are known."""
@@ -85,22 +114,19 @@ class CompletionWriter:
 
     def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """The same shape serves a chunk and a whole choice."""
-        text, entries = delta.text, [(token.id, token.logprobs) for token in delta.tokens]
-        if choice.index in self._echoes:
-            prompt, ids = self._echoes.pop(choice.index)
-            text = prompt + text
-            entries = [*zip(ids, (None, *choice.prompt_logprobs), strict=False), *entries]
+        shift = self._shift.get(choice.index, 0)
+        text, tokens = delta.text, [replace(token, offset=token.offset + shift) for token in delta.tokens]
+        echo = self._echoes.pop(choice.index, None)
+        if echo is not None:
+            text, tokens = echo.text + text, [*echo.tokens(choice.prompt_logprobs), *tokens]
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._writer(choice).write(text, entries) if self._logprobs else None,
+            "logprobs": completion_logprobs(self._tokenizer, tokens) if self._logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "seed": self._seeds[choice.index],
         }
-
-    def _writer(self, choice: Choice) -> CompletionLogprobs:
-        return self._writers.setdefault(choice.index, CompletionLogprobs(self._tokenizer))
 
 
 class ChatWriter:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
-from octavo.server.answer import ChatWriter, CompletionWriter, Head, Writer, chunks, whole
+from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Writer, chunks, whole
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, engine_unavailable, internal_error
@@ -62,11 +62,13 @@ class Service:
     def admit(self, generations: int) -> None:
         """Raise 503 or 429 where new work cannot be taken now."""
         if self.draining:
+            self.client.metrics.rejected("draining")
             raise APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
         if not self.client.alive:
             raise engine_unavailable()
         capacity = self.client.ready.max_num_seqs + self.max_queued_requests
         if self.client.live + generations > capacity:
+            self.client.metrics.rejected("queue_full")
             message = f"The queue is full ({self.max_queued_requests} requests); try again later."
             raise APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
@@ -82,6 +84,7 @@ class Service:
                         request.stop,
                         include_stop=bool(request.include_stop_str_in_output),
                         skip_special_tokens=request.skip_special_tokens is not False,
+                        continuing=isinstance(request, CompletionRequest),
                     )
                     generation = self.client.submit(prompt, params, limit, prepared.salt)
                     show_stop_ids = bool(request.include_stop_str_in_output)
@@ -115,10 +118,8 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         writer = CompletionWriter(head, service.tokenizer, seeds, logprobs=body.logprobs is not None)
         if body.echo:
             for index in range(len(seeds)):
-                prompt = prepared.prompts[index // prepared.choices]
-                given = body.prompt[index // prepared.choices]
-                text = given if isinstance(given, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
-                writer.echo(index, text, prompt)
+                prompt = index // prepared.choices
+                writer.echo(index, Echo.of(service.tokenizer, prepared.prompts[prompt], body.prompt[prompt]))
         return await _answer(service, request, body, prepared, writer)
 
     @app.post("/v1/chat/completions", tags=["generate"], summary="Continue a conversation")

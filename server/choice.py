@@ -5,6 +5,7 @@ Streaming and not streaming go through the same deltas, so their texts and token
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token that is shown, with its log-probabilities where they were asked for."""
+    """A token that is shown: where its text begins, and its log-probabilities where they were asked for."""
 
     id: int
-    logprobs: TokenLogprobs | None
+    offset: int
+    """In characters from the beginning of the choice's text."""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,10 @@ class Choice:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._text = text
         self._show_stop_ids = show_stop_ids
-        self._tokens: list[Token] = []
-        """Tokens not yet delivered."""
-        self._complete = 0
-        """How many of them have their whole text released."""
+        self._unfinished: deque[TokenEvent] = deque()
+        """Tokens whose text is not yet released."""
+        self._complete: list[Token] = []
+        """Tokens whose text is, to be delivered with the next delta."""
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield what the choice gains, the last delta with its finish reason. Raises APIError if it cannot go on."""
@@ -82,9 +85,8 @@ class Choice:
                     self.generation.abort("stop")
                     return self._delta(text, "stop", piece.stopped)
             if event.finish is not None:
-                piece = self._text.finish()
-                self._complete += piece.tokens
-                return self._delta(text + piece.text, event.finish, event.stop_id)
+                text += self._release(self._text.finish()).text
+                return self._delta(text, event.finish, event.stop_id)
         return self._delta(text) if text else None
 
     def _feed(self, event: TokenEvent) -> TextDelta:
@@ -92,16 +94,20 @@ class Choice:
         self.generated += 1
         if event.token is None or (event.finish == "stop" and not (event.stop_id is not None and self._show_stop_ids)):
             return TextDelta()
-        self._tokens.append(Token(event.token, event.logprobs))
-        piece = self._text.feed((event.token,))
-        self._complete += piece.tokens
+        self._unfinished.append(event)
+        return self._release(self._text.feed((event.token,)))
+
+    def _release(self, piece: TextDelta) -> TextDelta:
+        """Note the tokens that a piece of text completes."""
+        for offset in piece.offsets:
+            event = self._unfinished.popleft()
+            if event.token is not None:
+                self._complete.append(Token(event.token, offset, event.logprobs))
         return piece
 
     def _delta(self, text: str, finish: str | None = None, stop: str | int | None = None) -> Delta:
         """Tokens whose text was complete earlier but empty come with the next text."""
-        tokens = tuple(self._tokens[: self._complete])
-        del self._tokens[: self._complete]
-        self._complete = 0
+        tokens, self._complete = tuple(self._complete), []
         return Delta(text, tokens, finish, stop)
 
     def _failure(self, event: TokenEvent) -> APIError:

@@ -1,0 +1,132 @@
+"""Clients that leave, engines that die, queues that are full: nothing stays behind and everyone is told."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from support.live import Live, live_server, story_command
+from support.story_engine import CRASH, SLOW
+
+from octavo.scheduler.messages import EngineConfig
+
+ABORTED = 'octavo_request_success_total{finished_reason="abort"}'
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def send_and_leave(live: Live, *, stream: bool, wait_for: bytes | None) -> None:
+    """Send a request that would run long over a raw socket, and close it."""
+    body = json.dumps({"model": "smollm2", "prompt": [SLOW, 5], "max_tokens": 1500, "stream": stream}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        received = b""
+        while wait_for is not None and wait_for not in received:
+            received += connection.recv(65536)
+
+
+def idle(live: Live) -> bool:
+    return (
+        live.metric("octavo_requests_running") == 0
+        and live.metric("octavo_requests_waiting") == 0
+        and live.metric('octavo_kv_blocks{state="used"}') == 0
+        and live.service.client.live == 0
+    )
+
+
+def test_d01_a_client_that_leaves_a_stream_ends_its_request(live: Live) -> None:
+    before = live.metric(ABORTED)
+    send_and_leave(live, stream=True, wait_for=b"data: ")
+    eventually(lambda: live.metric(ABORTED) == before + 1)
+    eventually(lambda: idle(live))
+
+
+def test_d01_a_client_that_leaves_while_it_waits_ends_its_request(live: Live) -> None:
+    before = live.metric(ABORTED)
+    started = live.metric("octavo_request_started_total")
+    thread = threading.Thread(target=send_and_leave, args=(live,), kwargs={"stream": False, "wait_for": None})
+    thread.start()
+    thread.join()
+    eventually(lambda: live.metric("octavo_request_started_total") == started + 1)
+    eventually(lambda: live.metric(ABORTED) == before + 1)
+    eventually(lambda: idle(live))
+
+
+def test_d01_a_request_that_still_queues_is_aborted_too(live: Live) -> None:
+    before = live.metric(ABORTED)
+    started = live.metric("octavo_request_started_total")
+    leavers = [
+        threading.Thread(target=send_and_leave, args=(live,), kwargs={"stream": True, "wait_for": b"HTTP"})
+        for _ in range(20)
+    ]
+    for leaver in leavers:
+        leaver.start()
+    for leaver in leavers:
+        leaver.join()
+    eventually(lambda: live.metric("octavo_request_started_total") == started + 20)
+    eventually(lambda: live.metric(ABORTED) == before + 20)
+    eventually(lambda: idle(live))
+
+
+def test_every_started_request_is_accounted_for(live: Live) -> None:
+    eventually(lambda: idle(live))
+    started = live.metric("octavo_request_started_total")
+    reasons = ("stop", "length", "abort", "error")
+    finished = sum(live.metric(f'octavo_request_success_total{{finished_reason="{reason}"}}') for reason in reasons)
+    assert started == finished > 0
+
+
+def test_a_full_queue_is_refused_with_a_retry_hint(tmp_path: Path) -> None:
+    command = story_command(tmp_path, {})
+    with live_server(EngineConfig(model="smollm2", max_num_seqs=2), command=command, max_queued_requests=3) as live:
+        refused = live.post("/v1/completions", prompt=[5], n=6)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert len(live.completion(prompt=[5], n=5, max_tokens=2)["choices"]) == 5
+
+
+def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies(tmp_path: Path) -> None:
+    with live_server(command=story_command(tmp_path, {})) as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+        def read_until_the_end() -> None:
+            stream = client.completions.create(model="smollm2", prompt=[SLOW], max_tokens=1000, stream=True)
+            for number, chunk in enumerate(stream):
+                assert chunk.choices[0].finish_reason is None
+                if number == 1:
+                    assert live.post("/v1/completions", prompt=[CRASH]).status_code == 503
+
+        with client, pytest.raises(openai.APIError, match="engine"):
+            read_until_the_end()
+        assert httpx.get(f"{live.url}/health").status_code == 503
+        refused = live.post("/v1/completions", prompt="a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+        assert refused.headers["retry-after"]
+        assert "secret" not in refused.text
+        assert "0x" not in refused.text
+
+
+def test_b18_a_killed_engine_is_noticed(tmp_path: Path) -> None:
+    with live_server(command=story_command(tmp_path, {})) as live:
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        os.kill(live.service.client._process.pid, signal.SIGKILL)
+        eventually(lambda: httpx.get(f"{live.url}/health").status_code == 503)

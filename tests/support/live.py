@@ -1,0 +1,144 @@
+"""A real HTTP server on a real socket, in a thread of the test process, around whatever engine a test wants."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from octavo.model.weights.locate import locate
+from octavo.scheduler.messages import EngineConfig
+from octavo.server.app import Service, create_app
+from octavo.server.client import ENGINE_COMMAND, EngineClient
+from octavo.server.template import ChatTemplate
+from octavo.server.tokenizer import Tokenizer, load_tokenizer
+
+STORY_ENGINE = Path(__file__).parent / "story_engine.py"
+
+
+@dataclass
+class Live:
+    """A running server, its service, and the loop that both live on."""
+
+    url: str
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.service.tokenizer
+
+    def post(self, path: str, **fields: object) -> httpx.Response:
+        return httpx.post(self.url + path, json={"model": "smollm2", **fields}, timeout=120)
+
+    def completion(self, **fields: object) -> dict:
+        response = self.post("/v1/completions", **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, **fields: object) -> dict:
+        response = self.post("/v1/chat/completions", **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, **fields: object) -> list[dict]:
+        """The chunks of a stream, after checking its framing."""
+        body = {"model": "smollm2", "stream": True, **fields}
+        with httpx.stream("POST", self.url + path, json=body, timeout=120) as response:
+            text = response.read().decode()
+            assert response.status_code == 200, text
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = text.split("\n\n")
+        assert events.pop() == ""
+        assert events.pop() == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def metric(self, name: str) -> float:
+        """The value of one sample of /metrics, named with its labels."""
+        for line in httpx.get(self.url + "/metrics").text.splitlines():
+            if line.rpartition(" ")[0] == name:
+                return float(line.rpartition(" ")[2])
+        raise AssertionError(f"no sample {name}")
+
+
+def story_command(directory: Path, stories: dict[int, Sequence[int]]) -> tuple[str, ...]:
+    """The command of an engine that tells these stories."""
+    path = directory / "stories.json"
+    path.write_text(json.dumps({str(marker): list(story) for marker, story in stories.items()}))
+    return (sys.executable, str(STORY_ENGINE), str(path))
+
+
+@contextlib.contextmanager
+def live_server(
+    config: EngineConfig | None = None,
+    *,
+    command: Sequence[str] = ENGINE_COMMAND,
+    model: str = "smollm2",
+    max_body_bytes: int = 4 * 1024 * 1024,
+    max_queued_requests: int = 1024,
+) -> Iterator[Live]:
+    """Serve until the block ends; the engine must be gone then."""
+    started: threading.Event = threading.Event()
+    box: dict[str, object] = {}
+    path = locate(model)
+    tokenizer = load_tokenizer(path)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+    async def serve() -> None:
+        client = await EngineClient.start(config or EngineConfig(model=model), command=command)
+        service = Service(
+            client,
+            tokenizer,
+            template,
+            ("smollm2", "alias/with-slash"),
+            max_body_bytes=max_body_bytes,
+            max_queued_requests=max_queued_requests,
+        )
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
+        )
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        box.update(live=Live(url, service, asyncio.get_running_loop()), server=server)
+        started.set()
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await client.close()
+            listener.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            box["error"] = error
+            started.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert started.wait(120)
+        if "error" in box:
+            raise box["error"]  # type: ignore[misc]
+        live = box["live"]
+        assert isinstance(live, Live)
+        for _ in range(500):
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(live.url + "/version")
+                break
+        yield live
+    finally:
+        if "server" in box:
+            box["server"].should_exit = True  # type: ignore[attr-defined]
+        thread.join(30)
+        assert not thread.is_alive()
+    if "error" in box:
+        raise box["error"]  # type: ignore[misc]
