@@ -44,29 +44,26 @@ class GGUFCheckpoint:
         """Rows of a tensor, in Hugging Face's order."""
         stored = self._gguf_names[name]
         tensor = self.file.tensors[stored]
-        if len(tensor.shape) == 1:
-            return _decode(self.file.rows(stored), tensor.type)[0][self._row_order(name, first_row, rows)]
+        order = self._row_order(name)[first_row : None if rows is None else first_row + rows]
         try:
-            data = self.file.rows(stored)[self._row_order(name, first_row, rows)]
+            data = self.file.rows(stored)
+            if len(tensor.shape) == 1:
+                return _decode(data, tensor.type)[0][order]
+            return _decode(data[order], tensor.type)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
-        return _decode(data, tensor.type)
+            raise CheckpointError(f"{self.path}: tensor {stored} cannot be read: {error}") from error
 
-    def _row_order(self, name: str, first_row: int, rows: int | None) -> npt.NDArray[np.signedinteger]:
-        """Where the wanted rows lie in the file.
+    def _row_order(self, name: str) -> npt.NDArray[np.intp]:
+        """Where each row of a tensor lies in the file.
 
         Only files of the llama architecture store q and k otherwise than Hugging Face: llama.cpp rotates neighbouring
-        pairs, so the two halves of each head are interleaved there.
+        pairs there, so the two halves of each head are interleaved.
         """
-        end = self.shapes[name][0] if rows is None else first_row + rows
-        wanted = np.arange(first_row, end)
-        interleaved = ("self_attn.q_proj", "self_attn.k_proj")
-        if self.config.architecture != "LlamaForCausalLM" or not name.rpartition(".")[0].endswith(interleaved):
-            return wanted
-        head_dim = self.config.head_dim
-        head, place = np.divmod(wanted, head_dim)
-        half, pair = np.divmod(place, head_dim // 2)
-        return head * head_dim + 2 * pair + half
+        rows = np.arange(self.shapes[name][0], dtype=np.intp)
+        projection = name.rpartition(".")[0]
+        if self.config.architecture == "LlamaForCausalLM" and projection.endswith((".q_proj", ".k_proj")):
+            return rows.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        return rows
 
 
 def hugging_face_name(name: str) -> str:
