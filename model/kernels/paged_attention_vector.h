@@ -1,0 +1,157 @@
+// Vectors of float32 as wide as a register, and the two types of cache, for paged_attention.cpp.
+//
+// Written in the vector extensions of GCC and Clang, so that one text serves every instruction set; only the product of
+// bfloat16 pairs has an instruction of its own.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+template <class Vector, class Source>
+inline Vector load(const Source* source) {
+    Vector vector;
+    std::memcpy(&vector, source, sizeof(vector));
+    return vector;
+}
+
+template <class Vector, class Target>
+inline void store(Target* target, Vector vector) {
+    std::memcpy(target, &vector, sizeof(vector));
+}
+
+inline Floats broadcast(float value) { return value - Floats{}; }
+
+inline Ints lane_numbers() {
+    Ints numbers;
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    return numbers;
+}
+
+inline float bfloat16_to_float(uint16_t half) {
+    uint32_t word = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof(value));
+    return value;
+}
+
+// The nearest bfloat16, ties to even, still as a float32; a NaN stays a NaN.
+inline Floats round_to_bfloat16(Floats value) {
+    Words word = (Words)value;
+    Words rounded = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000u;
+    return value == value ? (Floats)rounded : value;
+}
+
+inline Halves upper_halves(Floats value) { return __builtin_convertvector((Words)value >> 16, Halves); }
+
+// How one type of cache is multiplied. A Factor is the PACK numbers that are broadcast against an Operand.
+struct Float32 {
+    using Element = float;
+    using Factor = float;
+    using Operand = Floats;
+    static constexpr int PACK = 1;
+
+    static Operand load_operand(const Element* source) { return load<Floats>(source); }
+    static Floats multiply_add(Floats sum, Operand operand, Factor factor) { return sum + operand * factor; }
+    static void make_factors(const Element* source, int count, Factor* factors) {
+        std::memcpy(factors, source, count * sizeof(Element));
+    }
+    static Floats rounded(Floats weights) { return weights; }
+    static void store_weights(Floats weights, Factor* factors) { store(factors, weights); }
+    static void store_output(Floats output, Element* target) { store(target, output); }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16 {
+    using Element = uint16_t;
+    using Factor = int32_t;  // a pair
+    using Operand = __m512bh;
+    static constexpr int PACK = 2;
+
+    static Operand load_operand(const Element* source) { return (__m512bh)_mm512_loadu_si512(source); }
+    static Floats multiply_add(Floats sum, Operand operand, Factor factor) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, operand, (__m512bh)_mm512_set1_epi32(factor));
+    }
+    static void make_factors(const Element* source, int count, Factor* factors) {
+        std::memcpy(factors, source, count * sizeof(Element));
+    }
+    static Floats rounded(Floats weights) { return round_to_bfloat16(weights); }
+    static void store_weights(Floats weights, Factor* factors) { store(factors, upper_halves(weights)); }
+    static void store_output(Floats output, Element* target) { store(target, upper_halves(round_to_bfloat16(output))); }
+};
+#else
+struct BFloat16 {
+    using Element = uint16_t;
+    struct Factor {
+        float even, odd;
+    };
+    struct Operand {
+        Floats even, odd;
+    };
+    static constexpr int PACK = 2;
+
+    static Operand load_operand(const Element* source) {
+        Words pairs = load<Words>(source);
+        return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+    }
+    static Floats multiply_add(Floats sum, Operand operand, Factor factor) {
+        sum = sum + operand.even * factor.even;
+        return sum + operand.odd * factor.odd;
+    }
+    static void make_factors(const Element* source, int count, Factor* factors) {
+        for (int i = 0; i < count / 2; i++)
+            factors[i] = {bfloat16_to_float(source[2 * i]), bfloat16_to_float(source[2 * i + 1])};
+    }
+    static Floats rounded(Floats weights) { return round_to_bfloat16(weights); }
+    static void store_weights(Floats weights, Factor* factors) { store(factors, weights); }
+    static void store_output(Floats output, Element* target) { store(target, upper_halves(round_to_bfloat16(output))); }
+};
+#endif
+
+// 2^x for x <= 0, to about 1 unit in the last place; exactly 1 at 0, never below 2^-126; NaN stays NaN.
+inline Floats exp2_of_nonpositive(Floats x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+    x = x < -126.0f ? broadcast(-126.0f) : x;
+    Floats shifted = x + magic;
+    Ints exponent = (Ints)shifted - (Ints)broadcast(magic);
+    Floats r = x - (shifted - magic);
+    // Minimax polynomial of 2^r on [-1/2, 1/2], relative error 2e-9 before rounding.
+    Floats p = r * 1.535336203e-4f + 1.339887465e-3f;
+    p = p * r + 9.618437359e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472029e-1f;
+    p = p * r + 1.0f;
+    return p * (Floats)((exponent + 127) << 23);
+}
+
+inline float highest_lane(Floats vector) {
+    float highest = vector[0];
+    for (int lane = 1; lane < LANES; lane++) highest = vector[lane] > highest ? vector[lane] : highest;
+    return highest;
+}
+
+inline float sum_of_lanes(Floats vector) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += vector[lane];
+    return sum;
+}
+
+}  // namespace
