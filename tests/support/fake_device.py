@@ -23,6 +23,16 @@ def require(condition: bool, message: str) -> None:
         raise CorruptionError(message)
 
 
+def token_logprobs(token: int, likeliest: int, alternatives: int, vocabulary: int) -> TokenLogprobs:
+    """What the device reports of a token: see `ScriptedRunner` for the distribution."""
+
+    def logprob(rank: int) -> float:
+        return math.log((vocabulary + 1) / (vocabulary * (rank + 1) * (rank + 2)))
+
+    top = tuple(((likeliest + rank) % vocabulary, logprob(rank)) for rank in range(alternatives))
+    return TokenLogprobs(token, logprob((token - likeliest) % vocabulary), top)
+
+
 @dataclass(slots=True)
 class Slot:
     tokens: list[int]
@@ -118,14 +128,15 @@ class ScriptedRunner:
             require(found == slot.digest(position), f"slot {row.slot} finds foreign K and V at position {position}")
         scores = self._scores(slot, row) if row.score else ()
         if not row.sample:
-            return RowResult(prompt_logprobs=scores)
+            return RowResult(failed=True) if scores is None else RowResult(prompt_logprobs=scores)
         require(end == len(slot.tokens), f"slot {row.slot} samples after {end} of {len(slot.tokens)} tokens")
         likeliest = self.next_token(slot.tokens)
-        if likeliest is None:
+        if likeliest is None or scores is None:
+            slot.tokens.append(0)  # rows that are queued behind it run all the same
             return RowResult(failed=True)
         token = self._sample(slot, likeliest)
         alternatives = slot.params.logprobs
-        logprobs = None if alternatives is None else self._logprobs(token, likeliest, alternatives)
+        logprobs = None if alternatives is None else token_logprobs(token, likeliest, alternatives, self.vocabulary)
         slot.tokens.append(token)
         return RowResult(token, logprobs, scores)
 
@@ -139,20 +150,15 @@ class ScriptedRunner:
                 token = (token + 1) % self.vocabulary
         return token
 
-    def _scores(self, slot: Slot, row: Row) -> tuple[TokenLogprobs, ...]:
+    def _scores(self, slot: Slot, row: Row) -> tuple[TokenLogprobs, ...] | None:
         entries = []
         for position in range(row.start + 1, min(row.start + row.count, slot.prompt_length - 1) + 1):
             likeliest = self.next_token(slot.tokens[:position])
-            require(likeliest is not None, "only a row that samples can fail")
-            entries.append(self._logprobs(slot.tokens[position], likeliest or 0, slot.params.prompt_logprobs or 0))
+            if likeliest is None:
+                return None
+            alternatives = slot.params.prompt_logprobs or 0
+            entries.append(token_logprobs(slot.tokens[position], likeliest, alternatives, self.vocabulary))
         return tuple(entries)
-
-    def _logprobs(self, token: int, likeliest: int, alternatives: int) -> TokenLogprobs:
-        def logprob(rank: int) -> float:
-            return math.log((self.vocabulary + 1) / (self.vocabulary * (rank + 1) * (rank + 2)))
-
-        top = tuple(((likeliest + rank) % self.vocabulary, logprob(rank)) for rank in range(alternatives))
-        return TokenLogprobs(token, logprob((token - likeliest) % self.vocabulary), top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,213 @@
+"""Small requests, small schedulers, and what must be true of them at any moment."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from support.fake_device import PendingStep, ScriptedRunner, token_logprobs
+
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.step import SamplingParams, Step, TokenLogprobs
+from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
+from octavo.scheduler.policy import Limits, Scheduler
+
+VOCABULARY = 61
+EOS = 0
+BLOCK_SIZE = 4
+POISON = 60
+"""A request whose prompt begins with this token fails once it has as many tokens as the number that follows."""
+
+
+def next_token(tokens: Sequence[int]) -> int | None:
+    if tokens[0] == POISON and len(tokens) > 1 and len(tokens) > tokens[1]:
+        return None
+    return blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCABULARY
+
+
+def submission(
+    request: int, prompt: Iterable[int], max_tokens: int = 8, salt: bytes = b"", params: SamplingParams | None = None
+) -> Submission:
+    return Submission(
+        request=request,
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        salt=salt,
+        params=params or SamplingParams(temperature=0.0),
+    )
+
+
+def make_scheduler(
+    blocks: int = 32, rows: int = 4, tokens: int = 16, context: int = 64, caching: bool = True
+) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks),
+        PrefixHasher(BLOCK_SIZE) if caching else None,
+        Limits(max_rows=rows, max_tokens=tokens, max_model_len=context, block_size=BLOCK_SIZE),
+        eos_ids=[EOS],
+    )
+
+
+class Expected:
+    """What a request must yield, found without scheduler, cache or batch."""
+
+    def __init__(self, request: Submission, context: int) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.stop_id: int | None = None
+        self.finish = self._generate(request, context)
+        self.prompt_logprobs = self._score(request)
+
+    def _generate(self, request: Submission, context: int) -> FinishReason:
+        params = request.params
+        eos = set() if params.ignore_eos else {EOS}
+        endings = eos | set(params.stop_token_ids)
+        while len(self.tokens) < min(request.max_tokens, context - len(request.prompt)):
+            likeliest = token = next_token([*request.prompt, *self.tokens])
+            if likeliest is None or token is None:
+                return "error"
+            masked = len(self.tokens) < params.min_tokens
+            while masked and token in endings:
+                token = (token + 1) % VOCABULARY
+            self.tokens.append(token)
+            alternatives = params.logprobs
+            self.logprobs.append(
+                None if alternatives is None else token_logprobs(token, likeliest, alternatives, VOCABULARY)
+            )
+            if token in endings:
+                self.stop_id = None if token in eos else token
+                return "stop"
+        return "length"
+
+    def _score(self, request: Submission) -> list[TokenLogprobs]:
+        alternatives = request.params.prompt_logprobs
+        if alternatives is None:
+            return []
+        return [
+            token_logprobs(token, next_token(request.prompt[:position]) or 0, alternatives, VOCABULARY)
+            for position, token in enumerate(request.prompt)
+            if position > 0
+        ]
+
+
+class Transcript:
+    """Everything that was reported about one request."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if event.token is not None]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        return [entry for event in self.events for entry in event.prompt_logprobs]
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.events[-1].finish if self.events else None
+
+    def check(self, request: Submission, context: int, aborted: bool = False) -> None:
+        """Nothing is lost, doubled or out of place, up to an abort if there was one."""
+        assert [event.finish is not None for event in self.events] == [False] * (len(self.events) - 1) + [True]
+        assert all(not event.first for event in self.events[1:])
+        assert self.events[0].first or (aborted and self.finish == "abort")
+        expected = Expected(request, context)
+        logprobs = [event.logprobs for event in self.events if event.token is not None]
+        if aborted and self.finish == "abort":
+            assert self.tokens == expected.tokens[: len(self.tokens)]
+            assert logprobs == expected.logprobs[: len(logprobs)]
+            assert self.prompt_logprobs == expected.prompt_logprobs[: len(self.prompt_logprobs)]
+        else:
+            assert self.finish == expected.finish
+            assert self.events[-1].stop_id == expected.stop_id
+            assert self.tokens == expected.tokens
+            assert logprobs == expected.logprobs
+            if self.finish != "error":
+                assert self.prompt_logprobs == expected.prompt_logprobs
+
+
+class Driver:
+    """A scheduler and a device, taken forward by hand, with any number of steps between them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.runner = ScriptedRunner(next_token, VOCABULARY, BLOCK_SIZE)
+        self.flights: deque[tuple[Step, PendingStep]] = deque()
+        self.steps: list[Step] = []
+        self.transcripts: dict[int, Transcript] = {}
+
+    def add(self, request: Submission) -> None:
+        self.transcripts[request.request] = Transcript()
+        self._record([self.scheduler.add(request)])
+
+    def abort(self, request: int, reason: FinishReason = "abort") -> None:
+        self._record([self.scheduler.abort(request, reason)])
+
+    def launch(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.flights.append((step, self.runner.submit(step)))
+            self.steps.append(step)
+        check(self.scheduler)
+        return step
+
+    def land(self) -> None:
+        step, pending = self.flights.popleft()
+        self._record(self.scheduler.commit(step, pending.wait()))
+        check(self.scheduler)
+
+    def fail(self) -> None:
+        self.flights.clear()
+        self.runner.reset()
+        self.scheduler.rollback()
+        check(self.scheduler)
+
+    def turn(self) -> Step | None:
+        step = self.launch()
+        while self.flights:
+            self.land()
+        return step
+
+    def finish(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.busy:
+                break
+            if self.launch() is None:
+                assert self.flights, "no request can go on and none is in flight"
+            while self.flights:
+                self.land()
+        assert not self.scheduler.busy, "requests do not come to their end"
+        while self.flights:
+            self.land()
+        assert self.scheduler.pool.referenced == 0
+
+    def _record(self, events: Iterable[TokenEvent | None]) -> None:
+        for event in events:
+            if event is not None:
+                self.transcripts[event.request].events.append(event)
+
+
+def check(scheduler: Scheduler) -> None:
+    """What holds between any two calls: each block and slot has the owners it should have and no others."""
+    check_pool(scheduler.pool, (block for request in scheduler._running.values() for block in request.blocks))
+    slots = [request.slot for request in scheduler._running.values()]
+    assert sorted([*slots, *scheduler._slots]) == list(range(scheduler._limits.max_rows))
+    requests = [*scheduler._running.values(), *scheduler._waiting.values()]
+    assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
+    assert all(request.finish is None for request in requests)
+    for request in scheduler._waiting.values():
+        assert (request.slot, request.blocks, request.in_flight, request.pending) == (None, [], 0, 0)
+
+
+def check_pool(pool: BlockPool, held: Iterable[int]) -> None:
+    """Every block is in one state, `held` lists each reference once, and names lead where they say."""
+    references = Counter(held)
+    assert pool._references == [references[block] for block in range(pool.total)]
+    assert sorted([*pool._free, *pool._cached, *references]) == list(range(pool.total))
+    assert pool.free + pool.cached + pool.referenced == pool.total
+    named = {block: name for block, name in enumerate(pool._names) if name is not None}
+    assert {name: block for block, name in named.items()} == pool._index
+    assert set(pool._cached) <= set(named)
+    assert not set(pool._free) & set(named)

@@ -1,0 +1,148 @@
+"""A whole life of an engine, from a seed: random requests, a small pool, aborts, and any number of steps ahead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from support.fake_device import PendingStep, ScriptedRunner
+from support.scheduling import BLOCK_SIZE, EOS, POISON, VOCABULARY, Transcript, check, next_token
+
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.step import SamplingParams, Step
+from octavo.scheduler.engine import Engine
+from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine
+from octavo.scheduler.policy import Limits, Scheduler
+
+CONTEXT = 44
+MAX_TURNS = 3_000
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is under test. A mutation replaces one of them."""
+
+    pool: type[BlockPool] = BlockPool
+    hasher: type[PrefixHasher] = PrefixHasher
+    scheduler: type[Scheduler] = Scheduler
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened, so that a test can tell that it tested something."""
+
+    stats: EngineStats
+    steps: list[Step]
+    transcripts: dict[int, Transcript]
+
+
+class Script:
+    """A random workload: what arrives before which turn."""
+
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
+        self.rows = random.randrange(2, 7)
+        self.tokens = random.choice([3, 5, 8, 32])
+        self.blocks = random.randrange(-(-CONTEXT // BLOCK_SIZE), 24)
+        self.caching = random.random() < 0.9
+        shared = [random.randrange(1, POISON) for _ in range(24)]
+        self.submissions = [self._submission(random, number, shared) for number in range(random.randrange(4, 20))]
+        self.arrivals = [(random.randrange(12), message) for message in self.submissions]
+        aborts = [request.request for request in self.submissions if random.random() < 0.25]
+        self.aborts = [(random.randrange(1, 40), Abort(request=request)) for request in aborts]
+
+    def _submission(self, random: Random, number: int, shared: Sequence[int]) -> Submission:
+        if random.random() < 0.3:  # exact multiples of a block, often equal to each other
+            prompt = list(shared[: random.randrange(1, 7) * BLOCK_SIZE])
+        else:
+            own = [random.randrange(1, POISON) for _ in range(random.randrange(1, 6))]
+            prompt = [*shared[: random.randrange(24)], *own]
+        if random.random() < 0.05:
+            prompt[:2] = [POISON, len(prompt) + random.randrange(1, 5)]
+        params = SamplingParams(
+            temperature=0.0,
+            stop_token_ids=tuple(random.sample(range(VOCABULARY), random.choice([0, 0, 3]))),
+            ignore_eos=random.random() < 0.3,
+            min_tokens=random.choice([0, 0, 3]),
+            logprobs=random.choice([None, None, 0, 2]),
+            prompt_logprobs=random.choice([None, None, 0, 2]),
+        )
+        max_tokens = random.choice([0, 1, *range(2, 30), CONTEXT])
+        return Submission(
+            request=number, prompt=tuple(prompt), params=params, max_tokens=max_tokens, salt=random.choice([b"", b"s"])
+        )
+
+    def due(self, turn: int) -> list[ToEngine]:
+        return [message for at, message in (*self.arrivals, *self.aborts) if at == turn]
+
+    @property
+    def last_turn(self) -> int:
+        return max(at for at, _ in (*self.arrivals, *self.aborts))
+
+
+class ScriptedChannel:
+    """Delivers the script turn by turn and keeps what the engine reports."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.turn = 0
+        self.transcripts = {request.request: Transcript() for request in script.submissions}
+        self.stats = EngineStats()
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        while True:
+            messages = self.script.due(self.turn)
+            self.turn += 1
+            assert self.turn < MAX_TURNS, "requests do not come to their end"
+            if messages or not block:
+                return messages
+            if self.turn > self.script.last_turn:
+                return [Shutdown()]
+
+    def send(self, message: StepReport) -> None:
+        assert message.events or message.stats.step_rows
+        for event in message.events:
+            self.transcripts[event.request].events.append(event)
+        before, self.stats = self.stats, message.stats
+        for total in ("steps_total", "preemptions_total", "prefix_queries_total", "prefix_hits_total"):
+            assert getattr(before, total) <= getattr(message.stats, total)
+
+
+class CheckingRunner(ScriptedRunner):
+    """Also checks the limits of each step and, whenever something moves, the books of the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, script: Script) -> None:
+        super().__init__(next_token, VOCABULARY, BLOCK_SIZE)
+        self.scheduler = scheduler
+        self.script = script
+        self.steps: list[Step] = []
+
+    def submit(self, step: Step) -> PendingStep:
+        assert 1 <= step.tokens <= self.script.tokens
+        assert 1 <= len(step.rows) <= self.script.rows
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        check(self.scheduler)
+        self.steps.append(step)
+        return super().submit(step)
+
+
+def simulate(seed: int, lookahead: int, parts: Parts | None = None) -> Outcome:
+    """Run the seed's workload and check every request against what it must yield. Raises on any deviation."""
+    parts = parts or Parts()
+    script = Script(seed)
+    scheduler = parts.scheduler(
+        parts.pool(script.blocks),
+        parts.hasher(BLOCK_SIZE) if script.caching else None,
+        Limits(script.rows, script.tokens, CONTEXT, BLOCK_SIZE),
+        [EOS],
+    )
+    channel = ScriptedChannel(script)
+    runner = CheckingRunner(scheduler, script)
+    Engine(scheduler, runner, channel, lookahead).run()
+    check(scheduler)
+    assert (scheduler.pool.referenced, scheduler.running, scheduler.waiting) == (0, 0, 0)
+    aborted = {message.request for _, message in script.aborts}
+    for request in script.submissions:
+        transcript = channel.transcripts[request.request]
+        transcript.check(request, CONTEXT, aborted=request.request in aborted)
+    return Outcome(channel.stats, runner.steps, channel.transcripts)
