@@ -29,6 +29,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fno-trapping-math",
     "-fno-exceptions",
     "-Wall",
 )

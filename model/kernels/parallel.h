@@ -10,7 +10,8 @@
 #define OCTAVO_JOIN_(a, b) a##_##b
 #define OCTAVO_JOIN(a, b) OCTAVO_JOIN_(a, b)
 #define OCTAVO_API extern "C" __attribute__((visibility("default")))
-#define OCTAVO_KERNEL(name) OCTAVO_API void OCTAVO_JOIN(name, OCTAVO_VARIANT)
+#define OCTAVO_NAME(name) OCTAVO_JOIN(name, OCTAVO_VARIANT)
+#define OCTAVO_KERNEL(name) OCTAVO_API void OCTAVO_NAME(name)
 
 // Call body(context, begin, end) for consecutive ranges of at most `grain` items that cover 0 .. items-1, on the pool
 // and the calling thread, and return when all are done. Which thread takes which range is left open, so a body must

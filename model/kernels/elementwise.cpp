@@ -1,0 +1,166 @@
+// Everything in a block that is neither a product nor attention: norms, residual additions, RoPE, SiLU.
+// Values are widened to float32, and rounded once where they are written. Plain loops: the compiler vectorises them.
+// variants: plain avx2 avx512
+#include <cmath>
+
+#include "numbers.h"
+#include "parallel.h"
+
+// A tensor [tokens, heads, width], its last dimension contiguous; strides in elements. native.py packs these fields.
+struct View {
+    void* data;
+    int64_t token_stride, head_stride, heads;
+};
+
+namespace {
+
+// An operation on fewer elements than this is not worth waking a thread for.
+constexpr int64_t elements_per_range = 16384;
+
+template <class T>
+T* row(const View& view, int64_t token, int64_t head) {
+    return static_cast<T*>(view.data) + token * view.token_stride + head * view.head_stride;
+}
+
+template <class Body>
+void for_each_token(int64_t tokens, int64_t elements, const Body& body) {
+    parallel_for(tokens, 1 + elements_per_range / elements, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) body(token);
+    });
+}
+
+// In a fixed order, 16 sums side by side, so that the compiler may use vectors.
+template <class T>
+float sum_of_squares(const T* x, int64_t width) {
+    constexpr int lanes = 16;
+    typedef float Lanes __attribute__((vector_size(lanes * sizeof(float))));
+    Lanes sums = {};
+    int64_t i = 0;
+    for (; i + lanes <= width; i += lanes) {
+        Lanes values;
+        for (int lane = 0; lane < lanes; lane++) values[lane] = to_float(x[i + lane]);
+        sums += values * values;
+    }
+    float total = 0.0f;
+    for (; i < width; i++) total += to_float(x[i]) * to_float(x[i]);
+    for (int lane = 0; lane < lanes; lane++) total += sums[lane];
+    return total;
+}
+
+template <class T>
+void add_row(T* x, const T* branch, int64_t width) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < width; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(branch[i]));
+}
+
+template <class T>
+void norm_row(const T* x, const T* weight, float epsilon, T* out, int64_t width) {
+    const float scale = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + epsilon);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < width; i++) {
+        const float normalised = to_float(from_float<T>(to_float(x[i]) * scale));
+        out[i] = from_float<T>(normalised * to_float(weight[i]));
+    }
+}
+
+// branch.data may be null. It is read to its end before out, perhaps the same memory, is written.
+template <class T>
+void add_rms_norm(View x, View branch, View out, const T* weight, float epsilon, int64_t tokens, int64_t width) {
+    for_each_token(tokens, x.heads * width, [&](int64_t token) {
+        for (int64_t head = 0; head < x.heads; head++) {
+            T* values = row<T>(x, token, head);
+            if (branch.data != nullptr) add_row(values, row<T>(branch, token, head), width);
+            norm_row(values, weight, epsilon, row<T>(out, token, head), width);
+        }
+    });
+}
+
+template <class T>
+void add(View x, View branch, int64_t tokens, int64_t width) {
+    for_each_token(tokens, width, [&](int64_t token) { add_row(row<T>(x, token, 0), row<T>(branch, token, 0), width); });
+}
+
+template <class T>
+void rotate_heads(View x, int64_t token, const float* cosines, int64_t half) {
+    const float* sines = cosines + half;
+    for (int64_t head = 0; head < x.heads; head++) {
+        T* low = row<T>(x, token, head);
+        T* high = low + half;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < half; i++) {
+            const float a = to_float(low[i]), b = to_float(high[i]);
+            low[i] = from_float<T>(a * cosines[i] - b * sines[i]);
+            high[i] = from_float<T>(b * cosines[i] + a * sines[i]);
+        }
+    }
+}
+
+// Returns 1, and rotates nothing, if a position has no row in cos_sin.
+template <class T>
+int rotate(View q, View k, const int32_t* positions, int64_t tokens, const float* cos_sin, int64_t most, int64_t width) {
+    for (int64_t token = 0; token < tokens; token++)
+        if (positions[token] < 0 || positions[token] >= most) return 1;
+    for_each_token(tokens, (q.heads + k.heads) * width, [&](int64_t token) {
+        const float* cosines = cos_sin + positions[token] * width;
+        rotate_heads<T>(q, token, cosines, width / 2);
+        rotate_heads<T>(k, token, cosines, width / 2);
+    });
+    return 0;
+}
+
+// e^x to about one unit in the last place: x = n ln 2 + r, and a polynomial in r (Moshier, Cephes, expf).
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+    const float n = (x * 1.44269504f + shift) - shift;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+template <class T>
+void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
+    for_each_token(tokens, width, [&](int64_t token) {
+        T* gate = gate_up + token * stride;
+        const T* up = gate + width;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < width; i++) {
+            const float g = to_float(gate[i]);
+            gate[i] = from_float<T>(g / (1.0f + exponential(-g)) * to_float(up[i]));
+        }
+    });
+}
+
+}  // namespace
+
+#define OCTAVO_ELEMENTWISE(type, suffix)                                                                              \
+    /* views: x, branch (its data null for none), out */                                                              \
+    OCTAVO_KERNEL(add_rms_norm_##suffix)                                                                              \
+    (const View* views, const type* weight, float epsilon, int64_t tokens, int64_t width) {                           \
+        add_rms_norm<type>(views[0], views[1], views[2], weight, epsilon, tokens, width);                             \
+    }                                                                                                                 \
+    /* views: x, branch */                                                                                            \
+    OCTAVO_KERNEL(add_##suffix)(const View* views, int64_t tokens, int64_t width) {                                   \
+        add<type>(views[0], views[1], tokens, width);                                                                 \
+    }                                                                                                                 \
+    /* views: q, k */                                                                                                 \
+    OCTAVO_API int OCTAVO_NAME(rotate_##suffix)(const View* views, const int32_t* positions, int64_t tokens,          \
+                                                const float* cos_sin, int64_t most, int64_t width) {                  \
+        return rotate<type>(views[0], views[1], positions, tokens, cos_sin, most, width);                             \
+    }                                                                                                                 \
+    OCTAVO_KERNEL(silu_mul_##suffix)(type* gate_up, int64_t stride, int64_t tokens, int64_t width) {                  \
+        silu_mul<type>(gate_up, stride, tokens, width);                                                               \
+    }
+
+OCTAVO_ELEMENTWISE(bf16, bf16)
+OCTAVO_ELEMENTWISE(float, f32)

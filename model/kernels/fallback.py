@@ -1,0 +1,119 @@
+"""The same operators in plain torch, where the C++ library cannot be built: slower, and with temporary tensors."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+HEAD_COLUMNS = 1024
+"""Columns of float32 results that are computed at once from bfloat16, which bounds the temporary copy of W."""
+
+
+class TorchLinear:
+    """A Linear in torch's own order, [out_features, in_features].
+
+    The libraries behind torch choose their order of additions by the number of rows; all multiples of 8 get the same.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, out_features: int, in_features: int, row_multiple: int, *, bias: bool
+    ) -> None:
+        """Tensors are made on torch's default device."""
+        self.out_features = out_features
+        self.in_features = in_features
+        self._row_multiple = row_multiple
+        self._weight = torch.empty(out_features, in_features, dtype=dtype)
+        self._bias = torch.zeros(out_features, dtype=dtype) if bias else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored weight and bias."""
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def load(self, first_row: int, weight: Tensor) -> None:
+        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
+        _store(self._weight, first_row, weight)
+
+    def load_bias(self, first_row: int, bias: Tensor) -> None:
+        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
+        if self._bias is None:
+            raise ValueError("this linear has no bias")
+        _store(self._bias, first_row, bias)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Compute out [tokens, out_features], of x's dtype or float32, from x [tokens, in_features]."""
+        if x.shape[0] % self._row_multiple or out.shape != (x.shape[0], self.out_features):
+            raise ValueError(
+                f"out: expected [rows, {self.out_features}] and as many rows as x, a multiple of {self._row_multiple}; "
+                f"got {list(out.shape)} and {x.shape[0]} rows of x"
+            )
+        if out.dtype == x.dtype:
+            _multiply(x, self._weight, self._bias, out)
+            return
+        if out.dtype != torch.float32:
+            raise ValueError(f"out: expected {x.dtype} or torch.float32, got {out.dtype}")
+        wide = x.float()
+        for first in range(0, self.out_features, HEAD_COLUMNS):
+            part = slice(first, first + HEAD_COLUMNS)
+            bias = None if self._bias is None else self._bias[part].float()
+            _multiply(wide, self._weight[part].float(), bias, out[:, part])
+
+    def gather(self, rows: Tensor, out: Tensor) -> None:
+        """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.out_features:
+            raise ValueError(f"rows: ids must be 0 .. {self.out_features - 1}")
+        torch.index_select(self._weight, 0, rows, out=out)
+
+
+class TorchKernels:
+    """The Kernels protocol in plain torch, bfloat16 or float32."""
+
+    name = "torch"
+    row_multiple = 8
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TorchLinear:
+        """Make a Linear with uninitialised weights."""
+        return TorchLinear(self.dtype, out_features, in_features, self.row_multiple, bias=bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        torch.mul((wide * scale).to(x.dtype), weight, out=out)
+
+    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """x += branch, then out = rms_norm(x). All [tokens, width]."""
+        self.add(x, branch)
+        self.rms_norm(x, weight, epsilon, out)
+
+    def add(self, x: Tensor, branch: Tensor) -> None:
+        """x += branch, both [tokens, width]."""
+        x.add_(branch)
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Apply RoPE in place to q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]."""
+        cosines, sines = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        for heads in (q, k):
+            low, high = heads.float().chunk(2, dim=-1)
+            heads.copy_(torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width] and return that half, a view."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate.copy_(F.silu(gate.float()) * up)
+
+
+def _store(target: Tensor, first_row: int, source: Tensor) -> None:
+    last_row = first_row + source.shape[0]
+    if first_row < 0 or last_row > target.shape[0] or source.shape[1:] != target.shape[1:]:
+        raise ValueError(f"{list(source.shape)} at row {first_row} does not fit into {list(target.shape)}")
+    target[first_row:last_row].copy_(source)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)

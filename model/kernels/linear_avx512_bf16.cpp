@@ -1,0 +1,62 @@
+// The linear kernel for CPUs with AVX-512 BF16 (Intel Cooper Lake, Sapphire Rapids; AMD Zen 4): vdpbf16ps multiplies
+// pairs of bfloat16 and adds both products to a float32.
+// variants: avx512_bf16
+#include <immintrin.h>
+
+#include "linear.h"
+
+namespace {
+
+constexpr int most_rows = 6, vectors = 4;
+constexpr int64_t prefetch_bytes = 4096;
+
+template <int rows>
+void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel) {
+    const bf16* x = call.row(first_row);
+    const bf16* w = call.panel(panel);
+    __m512 sums[rows][vectors];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = _mm512_setzero_ps();
+
+    auto add_pair = [&](const uint32_t (&pairs)[rows]) __attribute__((always_inline)) {
+        __m512bh columns[vectors];
+        for (int v = 0; v < vectors; v++) {
+            if (rows <= 2) _mm_prefetch(reinterpret_cast<const char*>(w + 32 * v) + prefetch_bytes, _MM_HINT_T0);
+            columns[v] = (__m512bh)_mm512_loadu_si512(w + 32 * v);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[r]));
+            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], columns[v], both);
+        }
+        w += 2 * panel_width;
+    };
+
+    uint32_t pairs[rows];
+    int64_t k = 0;
+    for (; k + 2 <= call.linear.in_features; k += 2) {
+        for (int r = 0; r < rows; r++) std::memcpy(&pairs[r], x + r * call.x_stride + k, sizeof pairs[r]);
+        add_pair(pairs);
+    }
+    if (k < call.linear.in_features) {
+        for (int r = 0; r < rows; r++) pairs[r] = x[r * call.x_stride + k];  // the other half of the pair is zero
+        add_pair(pairs);
+    }
+
+    alignas(64) float result[rows * panel_width];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) _mm512_store_ps(result + r * panel_width + 16 * v, sums[r][v]);
+    store(call, first_row, rows, panel, result);
+}
+
+}  // namespace
+
+OCTAVO_KERNEL(linear_bf16)
+(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
+    const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
+    for_each_piece(call, [&](int64_t first_row, int64_t piece_rows, int64_t panel) {
+        for_each_group<most_rows>(piece_rows, [&](int64_t first, auto count) {
+            compute<decltype(count)::number>(call, first_row + first, panel);
+        });
+    });
+}
