@@ -1,7 +1,8 @@
 """Small requests, small schedulers, and what must be true of them at any moment."""
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from support.fake_device import PendingStep, ScriptedRunner, token_logprobs
@@ -38,13 +39,19 @@ def submission(
 
 
 def make_scheduler(
-    blocks: int = 32, rows: int = 4, tokens: int = 16, context: int = 64, caching: bool = True
+    blocks: int = 32,
+    rows: int = 4,
+    tokens: int = 16,
+    context: int = 64,
+    caching: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(blocks),
         PrefixHasher(BLOCK_SIZE) if caching else None,
         Limits(max_rows=rows, max_tokens=tokens, max_model_len=context, block_size=BLOCK_SIZE),
         eos_ids=[EOS],
+        clock=clock,
     )
 
 
@@ -131,9 +138,9 @@ class Transcript:
 class Driver:
     """A scheduler and a device, taken forward by hand, with any number of steps between them."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, script: Callable[[Sequence[int]], int | None] = next_token) -> None:
         self.scheduler = scheduler
-        self.runner = ScriptedRunner(next_token, VOCABULARY, BLOCK_SIZE)
+        self.runner = ScriptedRunner(script, VOCABULARY, BLOCK_SIZE)
         self.flights: deque[tuple[Step, PendingStep]] = deque()
         self.steps: list[Step] = []
         self.transcripts: dict[int, Transcript] = {}
