@@ -61,6 +61,8 @@ class TextStream:
         """Characters released so far."""
         self._spans: deque[tuple[int, int]] = deque()
         """Where the text of each token not yet completed begins and ends."""
+        self._unfinished = False
+        """Whether bytes of a character to come are kept; they become exactly one character, or one U+FFFD."""
         self._stopped: str | None = None
         self.consumed = 0
         """Tokens read, the one that completed a stop string included."""
@@ -84,10 +86,15 @@ class TextStream:
 
     def _read(self, token: int) -> None:
         hidden = self._skip_special and self._tokenizer.is_special(token)
+        data = b"" if hidden else self._tokenizer.token_bytes(token)
         begin = self._released + len(self._held)
-        self._append(self._bytes.decode(b"" if hidden else self._tokenizer.token_bytes(token)))
-        unfinished = bool(self._bytes.getstate()[0])  # the bytes of exactly one character to come, or one U+FFFD
-        self._spans.append((begin, self._released + len(self._held) + unfinished))
+        if (
+            self._unfinished and data and not 0x80 <= data[0] < 0xC0
+        ):  # no continuation byte: the character is broken off
+            begin += 1
+        self._append(self._bytes.decode(data))
+        self._unfinished = bool(self._bytes.getstate()[0])
+        self._spans.append((begin, self._released + len(self._held) + self._unfinished))
 
     def _append(self, text: str) -> None:
         while text and self._strip_count:

@@ -30,7 +30,7 @@ class Tokenizer:
         adds_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """Take over `backend`. `adds_bos` concerns one that adds no special tokens of its own. Raises TokenizerError."""
+        """Take over `backend`. `adds_bos` is for one that adds no special tokens of its own. Raises TokenizerError."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
