@@ -1,0 +1,86 @@
+"""The command line: `octavo serve [MODEL]`."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from octavo.server import __version__
+from octavo.server.settings import add_arguments, resolve
+
+USAGE_ERROR = 64
+INTERNAL_ERROR = 70
+
+EPILOG = """\
+Every option can also be given by the variable named in brackets; the option wins.
+
+exit codes:
+   0  ended by SIGINT or SIGTERM
+  64  an option, a variable or their combination is wrong
+  65  the model's files are missing or damaged
+  69  the device cannot be used
+  70  internal error: the engine has died
+  73  cannot listen on this host and port
+"""
+
+_log = logging.getLogger(__name__)
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with our own exit code for a wrong command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit."""
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = Parser(prog="octavo", description="An OpenAI-compatible serving daemon for Llama-class transformers.")
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="load a model and serve it over HTTP",
+        description="Load a model and serve it over HTTP, with the API of OpenAI.",
+        usage="octavo serve [MODEL] [options]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(serve)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code. An error that is the user's to mend is one line on stderr."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        return _serve(parsed)
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            _log.exception("internal error")
+            return INTERNAL_ERROR
+        print(f"octavo: error: {error}", file=sys.stderr)
+        return int(code)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    settings = resolve(vars(parsed), os.environ)
+    # Imported late: --help, --version and a wrong option need not wait for the whole server.
+    import uvloop  # noqa: PLC0415
+
+    from octavo.server import lifecycle, logs  # noqa: PLC0415
+
+    logs.configure(settings.server.log_level)
+    with lifecycle.bind(settings.server.host, settings.server.port) as listener:
+        given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
+        _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
+        return uvloop.run(lifecycle.Daemon(settings, listener).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

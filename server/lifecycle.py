@@ -1,0 +1,219 @@
+"""One serving process, from a bound socket to an exit code."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from octavo.model.weights.locate import locate
+from octavo.scheduler.messages import Ready
+from octavo.server.app import Service, create_app
+from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
+from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
+from octavo.server.settings import ServerSettings, Settings
+from octavo.server.template import ChatTemplate
+from octavo.server.tokenizer import Tokenizer, load_tokenizer
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
+
+_log = logging.getLogger(__name__)
+
+
+class BindError(OSError):
+    """The address cannot be listened on: one line."""
+
+    exit_code = 73
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve the address before anything slow happens. Connections are refused until the server listens.
+
+    Raises BindError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise _bind_error(host, port, error) from error
+    return listener
+
+
+def _bind_error(host: str, port: int, error: OSError) -> BindError:
+    return BindError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --host and --port")
+
+
+class Daemon:
+    """Runs the engine and serves HTTP until a signal or the end of the engine.
+
+    The first SIGINT or SIGTERM lets running requests finish, a second one ends everything at once, as does the first
+    one while the model is still being loaded.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._command = command
+        self._main: asyncio.Task[Any] | None = None
+        self._drain: asyncio.Event | None = None
+        """Set by the first signal; None while there is nothing to drain yet."""
+
+    async def run(self) -> int:
+        """Serve; return the exit code. Raises whatever keeps the server from starting."""
+        self._main = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            client = await EngineClient.start(self._settings.engine, command=self._command)
+            try:
+                await self._serve(client)
+                if not self._draining:
+                    return _death(client)
+            finally:
+                await client.close()
+        except asyncio.CancelledError:
+            _log.warning("ended at once by a signal")
+        return 0
+
+    @property
+    def _draining(self) -> bool:
+        return self._drain is not None and self._drain.is_set()
+
+    def _on_signal(self) -> None:
+        if self._drain is not None and not self._drain.is_set():
+            self._drain.set()
+        elif self._main is not None:
+            self._main.cancel()
+
+    async def _serve(self, client: EngineClient) -> None:
+        """Serve HTTP until all is drained or the engine is gone."""
+        settings = self._settings.server
+        service = await asyncio.to_thread(_load_service, self._settings, client)
+        for line in describe(client.ready):
+            _log.info("%s", line)
+        server = HTTPServer(_uvicorn_config(service, settings))
+        self._drain = asyncio.Event()
+        tasks = [
+            asyncio.create_task(_log_activity(client)),
+            asyncio.create_task(self._end(server, service)),
+        ]
+        try:
+            await server.serve(sockets=[self._listener])
+        except OSError as error:
+            raise _bind_error(settings.host, settings.port, error) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _end(self, server: "HTTPServer", service: Service) -> None:
+        """Wait for a signal or the end of the engine, then bring the server to an end."""
+        if self._drain is None:
+            return
+        client, timeout = service.client, self._settings.server.shutdown_timeout
+        waits = [asyncio.create_task(self._drain.wait()), asyncio.create_task(client.lost.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        service.draining = True
+        server.should_exit = True
+        if self._draining and client.live:
+            _log.info("shutting down: %d requests may run for up to %g s more", client.live, timeout)
+        await asyncio.sleep(timeout)
+        await client.close()  # what still runs ends with an error
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn, but the signals are the daemon's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say where."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            _log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+
+def _uvicorn_config(service: Service, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        # A client that does not read what it is sent must not keep the server from ending.
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + 1,
+    )
+
+
+def _load_service(settings: Settings, client: EngineClient) -> Service:
+    """Load what the server itself needs of the model. Raises an exception with an exit code."""
+    tokenizer = load_tokenizer(locate(settings.engine.model))
+    server = settings.server
+    return Service(
+        client=client,
+        tokenizer=tokenizer,
+        template=_load_template(server, tokenizer),
+        names=server.served_model_name,
+        max_body_bytes=server.max_body_bytes,
+        max_queued_requests=server.max_queued_requests,
+    )
+
+
+def _load_template(settings: ServerSettings, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = tokenizer.chat_template
+    if settings.chat_template is not None:
+        source = settings.chat_template.read_text(encoding="utf-8")
+    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source is not None else None
+
+
+async def _log_activity(client: EngineClient) -> None:
+    activity = ActivityLog(client.metrics)
+    while True:
+        await asyncio.sleep(INTERVAL_SECONDS)
+        line = activity.line()
+        if line is not None:
+            _log.info("%s", line)
+
+
+def _death(client: EngineClient) -> int:
+    failure = client.failure or EngineError("the server ended by itself")
+    _log.error("%s; the server ends", failure)
+    return failure.exit_code
+
+
+def describe(ready: Ready) -> Iterator[str]:
+    """Yield the lines of the start-up table."""
+    pool = ready.blocks * ready.block_size
+    request = -(-ready.max_model_len // ready.block_size) * ready.block_size
+    rows = {"model": f"{ready.architecture}, {ready.parameters:,} parameters, loaded in {ready.load_seconds:.1f} s"}
+    rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}"
+    rows |= {line.bucket: f"{line.allocated / 2**20:,.1f} MiB" for line in ready.memory}
+    rows["KV cache"] = f"{ready.blocks:,} blocks of {ready.block_size} = {pool:,} tokens"
+    rows["requests"] = f"{pool // request} of full length ({ready.max_model_len:,} tokens) fit into the cache"
+    rows["a step"] = f"up to {ready.max_num_seqs} requests, {ready.max_num_batched_tokens:,} tokens"
+    rows["batch-invariant"] = f"{'yes' if ready.batch_invariant else 'no'}: {ready.batch_invariance_reason}"
+    for name, text in rows.items():
+        yield f"{name:<16} {text}"

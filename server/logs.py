@@ -1,0 +1,60 @@
+"""Logging: one short line to stderr for whatever happens, and one every ten seconds while there is work."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+from octavo.server.metrics import Metrics
+
+INTERVAL_SECONDS = 10.0
+
+_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+
+
+def configure(level: str) -> None:
+    """Log Octavo's own messages from this level on, and warnings of everything else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%m-%d %H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("octavo").setLevel(level.upper())
+    access = logging.getLogger("uvicorn.access")
+    access.setLevel(level.upper())
+    access.addFilter(is_worth_a_line)
+
+
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whether an access is logged: probes and scrapes, which come every few seconds for ever, are not.
+
+    uvicorn's arguments are the client's address, method, path with query, HTTP version and status.
+    """
+    arguments = record.args
+    if not isinstance(arguments, tuple) or len(arguments) < 3:
+        return True
+    return str(arguments[2]).partition("?")[0] not in _QUIET_ROUTES
+
+
+class ActivityLog:
+    """Throughput since the last line, and the state of the engine."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._last = (clock(), metrics.prompt_tokens, metrics.generated_tokens)
+
+    def line(self) -> str | None:
+        """Return the next line; None if nothing has happened since the last one and nothing runs."""
+        metrics = self._metrics
+        now = (self._clock(), metrics.prompt_tokens, metrics.generated_tokens)
+        elapsed, prompt, generated = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        if not (prompt or generated or metrics.running or metrics.waiting):
+            return None
+        stats = metrics.stats
+        hit_rate = stats.prefix_hits_total / max(1, stats.prefix_queries_total)
+        return (
+            f"Avg prompt throughput: {prompt / elapsed:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / elapsed:.1f} tokens/s, "
+            f"Running: {metrics.running} reqs, Waiting: {metrics.waiting} reqs, "
+            f"KV cache usage: {metrics.cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}"
+        )

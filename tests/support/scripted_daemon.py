@@ -1,0 +1,25 @@
+"""`octavo serve` around the scripted engine: `python scripted_daemon.py [options]`, with --step-seconds among them."""
+
+import argparse
+import logging
+import os
+import sys
+
+import uvloop
+
+from octavo.server import lifecycle, logs
+from octavo.server.settings import add_arguments, resolve
+
+SCRIPTED_ENGINE = os.path.join(os.path.dirname(__file__), "scripted_engine.py")  # noqa: PTH118, PTH120
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-seconds", default="0")
+    add_arguments(parser)
+    parsed = parser.parse_args()
+    settings = resolve(vars(parsed), {})
+    logs.configure(settings.server.log_level)
+    logging.captureWarnings(True)
+    command = [sys.executable, SCRIPTED_ENGINE, "--step-seconds", parsed.step_seconds]
+    with lifecycle.bind(settings.server.host, settings.server.port) as listener:
+        sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command).run()))
