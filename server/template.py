@@ -112,6 +112,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - the name and kind that Jinja looks for
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what stands between the tag and its end."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -33,7 +33,7 @@ class TextDelta:
 
 
 class TextStream:
-    """The text of one choice. Work for a token grows with the token's own text and the number of stop strings only."""
+    """The text of one choice. Work for a token grows with its own text and the stop strings, with nothing else."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class TextStream:
         self._skip_special = skip_special_tokens
         self._strip_count = 0 if continuing else tokenizer.pieces.strip_count
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._finder = _StopFinder(stop) if stop else None
+        self._finder = _StopFinder(stop)
         self._held = ""
         """Decoded, but not yet released."""
         self._released = 0
@@ -63,14 +63,15 @@ class TextStream:
         """Where the text of each token not yet completed begins and ends."""
         self._unfinished = False
         """Whether bytes of a character to come are kept; they become exactly one character, or one U+FFFD."""
-        self._stopped: str | None = None
+        self._match: _Match | None = None
+        """The stop string that has ended the text."""
         self.consumed = 0
         """Tokens read, the one that completed a stop string included."""
 
     def feed(self, tokens: Sequence[int]) -> TextDelta:
         """Read tokens; return what they allow to be shown. After a stop string, tokens are ignored."""
         for token in tokens:
-            if self._stopped is not None:
+            if self._match is not None:
                 break
             self.consumed += 1
             self._read(token)
@@ -78,23 +79,24 @@ class TextStream:
 
     def finish(self) -> TextDelta:
         """Release what was held: an unfinished character becomes U+FFFD. No tokens can follow."""
-        if self._stopped is None:
+        if self._match is None:
             self._append(self._bytes.decode(b"", final=True))
-            if self._stopped is None and self._finder is not None and self._finder.best is not None:
-                self._stopped = self._finder.best.stop
+            self._match = self._finder.best
         return self._release(final=True)
+
+    @property
+    def _length(self) -> int:
+        """Characters so far, released or held."""
+        return self._released + len(self._held)
 
     def _read(self, token: int) -> None:
         hidden = self._skip_special and self._tokenizer.is_special(token)
         data = b"" if hidden else self._tokenizer.token_bytes(token)
-        begin = self._released + len(self._held)
-        if (
-            self._unfinished and data and not 0x80 <= data[0] < 0xC0
-        ):  # no continuation byte: the character is broken off
-            begin += 1
+        continues = not data or 0x80 <= data[0] < 0xC0
+        begin = self._length + (self._unfinished and not continues)  # behind the U+FFFD of a character broken off
         self._append(self._bytes.decode(data))
         self._unfinished = bool(self._bytes.getstate()[0])
-        self._spans.append((begin, self._released + len(self._held) + self._unfinished))
+        self._spans.append((begin, self._length + self._unfinished))
 
     def _append(self, text: str) -> None:
         while text and self._strip_count:
@@ -104,29 +106,23 @@ class TextStream:
             self._strip_count -= 1
             text = text[1:]
         self._held += text
-        if self._finder is not None and self._finder.read(text) and self._finder.best is not None:
-            self._stopped = self._finder.best.stop
+        if self._finder.read(text):
+            self._match = self._finder.best
 
     def _release(self, *, final: bool = False) -> TextDelta:
-        limit = self._limit(final)
+        match = self._match
+        limit = self._length if final else self._finder.safe
+        if match is not None:
+            limit = match.end if self._include_stop else match.start
         text = self._held[: limit - self._released]
-        if not text and not final and self._stopped is None:
+        if not text and not final and match is None:
             return TextDelta()
         self._held = self._held[limit - self._released :]
         self._released = limit
         offsets = []
-        while self._spans and (self._spans[0][1] <= limit or (self._stopped is not None and self._spans[0][0] < limit)):
+        while self._spans and (self._spans[0][1] <= limit or (match is not None and self._spans[0][0] < limit)):
             offsets.append(self._spans.popleft()[0])
-        return TextDelta(text, tuple(offsets), self._stopped)
-
-    def _limit(self, final: bool) -> int:
-        """How far the text can be shown, in characters from its beginning."""
-        if self._finder is None:
-            return self._released + len(self._held)
-        best = self._finder.best
-        if self._stopped is not None and best is not None:
-            return best.end if self._include_stop else best.start
-        return self._released + len(self._held) if final else self._finder.safe
+        return TextDelta(text, tuple(offsets), None if match is None else match.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +147,9 @@ class _StopFinder:
 
     def read(self, text: str) -> bool:
         """Take more text. Return True once `best` is certain; the rest of the text is not looked at then."""
+        if not self._automata:
+            self.safe += len(text)
+            return False
         for char in text:
             self._length += 1
             for automaton in self._automata:

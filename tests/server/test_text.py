@@ -365,8 +365,7 @@ def test_a_repetitive_stop_string_costs_the_same_for_each_character() -> None:
     """Falling back never takes more steps than characters were matched, so their sum is bounded by the text."""
     stop = "a" * 500 + "b"
     stream = TextStream(smollm2(), [stop])
-    automaton = stream._finder._automata[0] if stream._finder else None
-    assert automaton is not None
+    automaton = stream._finder._automata[0]
     reads = CountingList(automaton._shorter)
     automaton._shorter = reads
     stream.feed(ids("a")[:1] * 5000 + ids("c") + ids("a")[:1] * 5000)
