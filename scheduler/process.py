@@ -21,27 +21,22 @@ INTERNAL_ERROR = 70
 
 _PR_SET_PDEATHSIG = 1
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("octavo.scheduler.process")  # not __name__, which is "__main__" here
 
-Build = Callable[[EngineConfig], tuple[Scheduler, Runner, Ready]]
-
-
-class DeviceError(Exception):
-    """The device cannot be used."""
-
-    exit_code = 69
+Load = Callable[[EngineConfig], tuple[Scheduler, Runner, Ready]]
 
 
-def serve(channel: Channel, build: Build) -> int:
+def serve(channel: Channel, load: Load) -> int:
     """Run an engine until it is told to end; return the exit code, which a Fatal message has told the server too.
 
-    `build` loads whatever the configuration names. An exception's `exit_code` attribute, where it has one, becomes the
+    `load` makes whatever the configuration names. An exception's `exit_code` attribute, where it has one, becomes the
     exit code: then its text is meant for the user, while any other exception is a fault and logged as one.
     """
     try:
         config = _receive_config(channel)
         if config is not None:
-            scheduler, runner, ready = build(config)
+            logging.getLogger("octavo").setLevel(config.log_level.upper())
+            scheduler, runner, ready = load(config)
             channel.send(ready)
             Engine(scheduler, runner, channel, lookahead=int(ready.device.startswith("cuda"))).run()
     except Exception as error:
@@ -75,16 +70,16 @@ def prepare_process() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def build(config: EngineConfig) -> tuple[Scheduler, Runner, Ready]:
-    """Load the model."""
-    raise NotImplementedError(config.model)
-
-
 def main() -> int:
     """Run the engine that the server has spawned; return the exit code."""
     prepare_process()
+    logging.basicConfig(format="%(asctime)s %(levelname)-7s engine: %(message)s", datefmt="%m-%d %H:%M:%S")
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    return serve(channel, build)
+    # Imported late: with it comes torch, which takes seconds. Until then the process should be tied to its parent, and
+    # engines that need no torch use the rest of this module.
+    from octavo.scheduler.loading import load  # noqa: PLC0415
+
+    return serve(channel, load)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""From the configuration to an engine that is ready: the model, its memory, its limits."""
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from octavo.kvcache.ledger import BUCKETS, MemoryLedger, MemoryPlan
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.config import ModelConfig
+from octavo.model.kernels import Kernels
+from octavo.model.kernels.load import available_cores, load_kernels
+from octavo.model.memory import RunnerLimits, kv_layout, plan_memory
+from octavo.model.runner import ModelRunner, build_runner, workspace_bytes
+from octavo.model.selftest import check_batch_invariance
+from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
+from octavo.model.weights.locate import locate
+from octavo.model.weights.progress import loading_progress
+from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
+from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.sizing import ConfigurationError, resolve_limits, size_pool, usable_memory
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceError(Exception):
+    """The device cannot be used."""
+
+    exit_code = 69
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What the limits and the memory plan follow from, and these two."""
+
+    config: ModelConfig
+    kernels: Kernels
+    dtype: torch.dtype
+    limits: Limits
+    plan: MemoryPlan
+
+
+def load(config: EngineConfig) -> tuple[Scheduler, ModelRunner, Ready]:
+    """Load the model and make everything an engine needs.
+
+    Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
+    """
+    started = time.monotonic()
+    check_device(config.device)
+    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed)
+    dtype = choose_dtype(config.dtype)
+    engine = _plan(config, checkpoint.config, dtype, _choose_kernels(dtype))
+    ledger = MemoryLedger(engine.plan)
+    limits = _runner_limits(engine.limits, engine.plan.blocks)
+    runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, loading_progress("loading weights"))
+    invariance = check_batch_invariance(runner.model)
+    hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
+    scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
+    return scheduler, runner, _describe(engine, ledger, invariance, time.monotonic() - started)
+
+
+def check_device(device: str) -> None:
+    """Raise DeviceError for a device that this version or this machine does not have."""
+    if device == "cuda":
+        problem = "this version computes on the CPU only" if torch.cuda.is_available() else "there is no usable GPU"
+        raise DeviceError(f"--device cuda: {problem}; use --device cpu")
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """Return the dtype of weights, activations and cache on a CPU. Raises ConfigurationError."""
+    dtypes = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ConfigurationError(f"--dtype {name} is not for the CPU; use bfloat16 or float32")
+    return dtypes[name]
+
+
+def _choose_kernels(dtype: torch.dtype) -> Kernels:
+    try:
+        return load_kernels(dtype)
+    except (ValueError, PermissionError) as error:  # OCTAVO_KERNELS or OCTAVO_CACHE_DIR
+        raise ConfigurationError(str(error)) from error
+
+
+def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> _Engine:
+    """Decide the limits and the size of the pool, before anything large is allocated."""
+    limits = resolve_limits(config, max_context=model.max_context, on_gpu=False, cores=available_cores())
+    usable = usable_memory()
+
+    def plan(limits: Limits, blocks: int) -> MemoryPlan:
+        within = _runner_limits(limits, blocks)
+        workspace = workspace_bytes(kernels, within)
+        return plan_memory(model, kernels, dtype, within, workspace=workspace, budget=config.memory or usable)
+
+    blocks, fitting = size_pool(config, limits, plan(limits, 0), usable=usable)
+    if fitting != limits:
+        _log.warning(
+            "--max-model-len is lowered from %d to %d tokens, which is what the KV cache holds",
+            limits.max_model_len,
+            fitting.max_model_len,
+        )
+    return _Engine(model, kernels, dtype, fitting, plan(fitting, blocks))
+
+
+def _runner_limits(limits: Limits, blocks: int) -> RunnerLimits:
+    return RunnerLimits(limits.max_model_len, limits.max_rows, limits.max_tokens, limits.block_size, blocks)
+
+
+def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str], load_seconds: float) -> Ready:
+    model, limits = engine.config, engine.limits
+    return Ready(
+        architecture=model.architecture,
+        parameters=sum(map(math.prod, tensor_shapes(model).values())),
+        vocabulary=model.vocabulary,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_rows,
+        max_num_batched_tokens=limits.max_tokens,
+        block_size=limits.block_size,
+        blocks=engine.plan.blocks,
+        kv_bytes_per_token=kv_layout(model, limits.block_size, engine.dtype).token_bytes,
+        eos_ids=model.eos_ids,
+        device="cpu",
+        dtype=str(engine.dtype).removeprefix("torch."),
+        kernels=engine.kernels.name,
+        memory=tuple(
+            MemoryLine(bucket=bucket, planned=ledger.planned(bucket), allocated=ledger.allocated(bucket))
+            for bucket in BUCKETS
+        ),
+        memory_budget=engine.plan.budget,
+        batch_invariant=invariance[0],
+        batch_invariance_reason=invariance[1],
+        load_seconds=load_seconds,
+    )
