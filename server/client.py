@@ -236,9 +236,11 @@ class _Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        """Hand on the messages that these bytes complete."""
         try:
             for message in self._decoder.feed(data):
                 self._receive(message)
@@ -247,6 +249,7 @@ class _Link(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Nothing more will arrive."""
         self._finish(None)
 
     def send(self, message: ToEngine) -> None:
