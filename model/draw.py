@@ -30,9 +30,9 @@ def draw(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor
     parameters with temperatures above 0; noise: [rows], each within (0, 1).
     """
     weights = _probabilities(logits, records)
-    for row in np.flatnonzero(records["min_p"] > 0).tolist():
-        kept = weights[row]
-        kept.masked_fill_(kept < records["min_p"][row] * kept.max(), 0)
+    if records["min_p"].any():
+        floor = _column(records["min_p"], weights) * weights.amax(dim=1, keepdim=True)
+        weights.masked_fill_(weights < floor, 0)
     return _invert(weights, noise)
 
 

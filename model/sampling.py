@@ -160,8 +160,9 @@ class Sampler:
         chosen = logits.argmax(dim=1)
         # Biases and masks can forbid every token; then the largest logit is minus infinity.
         result.failed.logical_or_(~logits.gather(1, chosen[:, None])[:, 0].isfinite())
-        drawn, truncated = ~_greedy(records), _truncated(records, self._vocabulary)
-        for group, function in ((drawn & ~truncated, draw), (drawn & truncated, draw_truncated)):
+        drawn, truncated, floored = ~_greedy(records), _truncated(records, self._vocabulary), records["min_p"] > 0
+        whole = drawn & ~truncated
+        for group, function in ((whole & ~floored, draw), (whole & floored, draw), (drawn & truncated, draw_truncated)):
             rows = np.flatnonzero(group).tolist()
             if rows:
                 noise = uniforms(records["seed"][rows], positions[rows])

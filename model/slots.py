@@ -103,7 +103,7 @@ class SlotTable:
         slots, starts, counts = _columns(step.rows)
         lengths = starts + counts
         used_blocks = -(-lengths // self.block_size)
-        self._check_rows(slots, lengths, used_blocks)
+        self._check_rows(slots, counts, lengths)
         query_indptr, row_of_token, offset = _ragged(counts)
         positions = starts[row_of_token] + offset
         slot_of_token = slots[row_of_token]
@@ -134,8 +134,10 @@ class SlotTable:
         """Return indices into the flattened token tensor: int64 [n], on the device."""
         return torch.from_numpy(slots * self.tokens.shape[1] + positions).to(self.device, non_blocking=True)
 
-    def _check_rows(self, slots: IntArray, lengths: IntArray, used_blocks: IntArray) -> None:
-        if (used_blocks > self._block_counts[slots]).any():
+    def _check_rows(self, slots: IntArray, counts: IntArray, lengths: IntArray) -> None:
+        if (counts < 1).any():
+            raise ValueError("a row of the step must compute at least one token")
+        if (lengths > self._block_counts[slots] * self.block_size).any():
             raise ValueError("a row of the step needs more blocks than its slot has, or its slot is free")
         if (lengths > self.max_model_len).any():
             raise ValueError(f"a row of the step goes beyond max_model_len ({self.max_model_len})")
