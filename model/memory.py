@@ -34,18 +34,18 @@ class RunnerLimits:
 
 
 def plan_memory(
-    config: ModelConfig, kernels: Kernels, dtype: torch.dtype, limits: RunnerLimits, *, workspace: int, budget: int
+    config: ModelConfig, kernels: Kernels, dtype: torch.dtype, limits: RunnerLimits, budget: int
 ) -> MemoryPlan:
     """Plan the three buckets of one device.
 
-    workspace: bytes the attention backend reserves. Before the number of blocks is decided, a plan with none of them
-    tells how much of a budget is taken (`MemoryPlan.fixed`).
+    The attention backends of a CPU reserve no workspaces, so none are planned. Before the number of blocks is decided,
+    a plan with none of them tells how much of a budget is taken (`MemoryPlan.fixed`).
     """
     layout = kv_layout(config, limits.block_size, dtype)
     arena = arena_layout(config, limits.max_tokens, limits.max_rows, dtype.itemsize)
     return MemoryPlan(
         weights=weights_bytes(config, kernels, dtype, limits.max_model_len),
-        activations=arena.bytes + limits.slot_bytes + workspace,
+        activations=arena.bytes + limits.slot_bytes,
         block_bytes=layout.block_bytes,
         blocks=limits.blocks,
         budget=budget,

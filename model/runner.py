@@ -1,6 +1,6 @@
 """One device, one step: from the scheduler's rows to sampled tokens and log-probabilities."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,12 +8,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.model.arena import ActivationArena
+from octavo.kvcache.ledger import MemoryLedger
+from octavo.kvcache.store import KVStore
+from octavo.model.arena import ActivationArena, arena_layout
 from octavo.model.attention import AttentionBackend
+from octavo.model.attention.load import load_attention
+from octavo.model.kernels import Kernels
+from octavo.model.memory import RunnerLimits, kv_layout
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
 from octavo.model.step import Pending, Row, RowResult, Step, StepResult
 from octavo.model.transformer import Transformer
+from octavo.model.weights.checkpoint import Checkpoint, load_weights
 
 IntArray = NDArray[np.int64]
 
@@ -149,3 +155,35 @@ class ModelRunner:
     def _logits(self, wanted: _Wanted) -> Tensor:
         """Return float32 [wanted, vocabulary], a view of the arena until the next call."""
         return self.model.logits(self._arena, torch.from_numpy(wanted.tokens).to(self.model.rope.device))
+
+
+def build_runner(
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    limits: RunnerLimits,
+    ledger: MemoryLedger,
+    progress: Callable[[int, int], None],
+) -> ModelRunner:
+    """Allocate everything a runner will ever use, enter it into the ledger, and load the weights.
+
+    progress hears bytes loaded and bytes in all. Raises CheckpointError, or MemoryError beyond the ledger's plan.
+    """
+    config, device = checkpoint.config, torch.device("cpu")
+    layout = kv_layout(config, limits.block_size, dtype)
+    model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len)
+    ledger.allocate("weights", model.weights_nbytes)
+    store = KVStore(layout, limits.blocks, dtype, device)
+    ledger.allocate("cache", store.nbytes)
+    attention = load_attention(config, store, kernels)
+    arena = ActivationArena(arena_layout(config, limits.max_tokens, limits.max_rows, dtype.itemsize), dtype, device)
+    blocks_per_slot = layout.blocks_for(limits.max_model_len)
+    slots = SlotTable(
+        limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
+    )
+    workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
+    ledger.allocate("activations", arena.nbytes + slots.tokens.nbytes + workspaces)
+    load_weights(checkpoint, model.destinations(), progress)
+    ledger.use("weights", model.weights_nbytes)
+    sampler = Sampler(config.vocabulary, slots, limits.max_rows)
+    return ModelRunner(model, attention, slots, sampler, arena)

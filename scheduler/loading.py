@@ -14,7 +14,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.load import available_cores, load_kernels
 from octavo.model.memory import RunnerLimits, kv_layout, plan_memory
-from octavo.model.runner import ModelRunner, build_runner, workspace_bytes
+from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
 from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
@@ -90,9 +90,7 @@ def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels:
     usable = usable_memory()
 
     def plan(limits: Limits, blocks: int) -> MemoryPlan:
-        within = _runner_limits(limits, blocks)
-        workspace = workspace_bytes(kernels, within)
-        return plan_memory(model, kernels, dtype, within, workspace=workspace, budget=config.memory or usable)
+        return plan_memory(model, kernels, dtype, _runner_limits(limits, blocks), budget=config.memory or usable)
 
     blocks, fitting = size_pool(config, limits, plan(limits, 0), usable=usable)
     if fitting != limits:
