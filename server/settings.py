@@ -328,13 +328,17 @@ def _given(setting: Setting, arguments: Mapping[str, Any], environment: Mapping[
 def _parse(setting: Setting, source: str, given: Any) -> Any:
     if isinstance(given, bool):
         return given
-    try:
-        if setting.repeatable:
-            return tuple(dict.fromkeys(setting.read(text) for text in given))
-        value = setting.read(given)
-    except ValueError as error:
-        raise SettingsError(f"{source}: {given!r}: {error}") from None
+    if setting.repeatable:
+        return tuple(dict.fromkeys(_read(setting, source, text) for text in given))
+    value = _read(setting, source, given)
     return not value if source == setting.negated else value
+
+
+def _read(setting: Setting, source: str, text: str) -> Any:
+    try:
+        return setting.read(text)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {text!r}: {error}") from None
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@ import threading
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.model.step import SamplingParams, TokenLogprobs
@@ -72,6 +72,7 @@ def pair() -> tuple[Channel, socket.socket]:
         yield Channel(ours), theirs
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_messages_survive_any_cut_of_the_stream(data: st.DataObject) -> None:
     for union, messages in ((ToEngine, TO_ENGINE), (FromEngine, FROM_ENGINE)):
@@ -94,6 +95,7 @@ def test_every_field_is_back_with_its_own_type() -> None:
     assert isinstance(submission.params, SamplingParams)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_raise_a_protocol_error_or_wait_for_more(payload: bytes) -> None:
     decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
@@ -103,6 +105,7 @@ def test_bytes_that_are_no_message_raise_a_protocol_error_or_wait_for_more(paylo
         FrameDecoder(ToEngine).feed(frame)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(TO_ENGINE), st.data())
 def test_a_damaged_frame_is_a_message_or_a_protocol_error_and_nothing_else(
     message: ToEngine, data: st.DataObject

@@ -1,0 +1,99 @@
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import tiny_model
+
+from octavo.model.step import SamplingParams
+from octavo.model.weights.errors import CheckpointError
+from octavo.scheduler.loading import DeviceError, check_device, choose_dtype, load
+from octavo.scheduler.messages import EngineConfig, Submission
+from octavo.scheduler.sizing import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model(path, "llama", max_context=256, eos_token_id=5)
+    return path
+
+
+def config(directory: Path, **fields: object) -> EngineConfig:
+    return EngineConfig(model=str(directory), **fields)
+
+
+def test_a_model_becomes_an_engine_whose_memory_is_as_planned(directory: Path) -> None:
+    _, runner, ready = load(config(directory, dtype="float32", max_num_seqs=4, max_num_batched_tokens=32))
+    parameters = {id(parameter): parameter.numel() for parameter in tiny_parameters(directory)}
+    assert ready.parameters == sum(parameters.values())
+    assert (ready.architecture, ready.vocabulary, ready.eos_ids) == ("LlamaForCausalLM", 128, (5,))
+    assert (ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens) == (256, 4, 32)
+    assert ready.blocks == 2 * 256 // 16
+    assert ready.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, bytes
+    memory = {line.bucket: line for line in ready.memory}
+    assert list(memory) == ["weights", "cache", "activations"]
+    assert memory["cache"].allocated == ready.blocks * 16 * ready.kv_bytes_per_token
+    assert memory["weights"].allocated == runner.model.weights_nbytes
+    for line in memory.values():
+        assert 0 < line.allocated == line.planned
+
+
+def tiny_parameters(directory: Path) -> list[torch.Tensor]:
+    from transformers import LlamaForCausalLM
+
+    return list(LlamaForCausalLM.from_pretrained(directory).parameters())
+
+
+def test_a_loaded_engine_computes(directory: Path) -> None:
+    scheduler, runner, _ = load(config(directory, dtype="float32", prefix_caching=False))
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    assert scheduler.add(Submission(request=1, prompt=(1, 2, 3), params=greedy, max_tokens=4)) is None
+    tokens = []
+    while (step := scheduler.schedule()) is not None:
+        tokens += [event.token for event in scheduler.commit(step, runner.submit(step).wait())]
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(directory)
+    expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert tokens == expected[0, 3:].tolist()
+
+
+def test_random_weights_need_a_configuration_only(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    _, _, ready = load(config(tmp_path, load_format="random"))
+    assert ready.dtype == "bfloat16"
+    with pytest.raises(CheckpointError) as raised:
+        load(config(tmp_path))
+    assert raised.value.exit_code == 65
+
+
+def test_a_pool_below_one_request_lowers_the_context_and_says_so(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, _, ready = load(config(directory, kv_blocks=6))
+    assert (ready.blocks, ready.max_model_len) == (6, 96)
+    assert "from 256 to 96" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"96 tokens.*--max-model-len 128"):
+        load(config(directory, kv_blocks=6, max_model_len=128))
+
+
+def test_a_budget_is_never_exceeded_and_leaves_less_than_a_block_unused(directory: Path) -> None:
+    _, _, ready = load(config(directory, memory=3_000_000, max_model_len=64))
+    total = sum(line.allocated for line in ready.memory)
+    assert 0 <= 3_000_000 - total < ready.block_size * ready.kv_bytes_per_token
+    assert ready.memory_budget == 3_000_000
+
+
+def test_what_this_machine_or_version_cannot_do_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="--dtype float16"):
+        choose_dtype("float16")
+    assert choose_dtype("auto") == torch.bfloat16
+    with pytest.raises(DeviceError, match=r"--device cuda: .*--device cpu") as raised:
+        check_device("cuda")
+    assert raised.value.exit_code == 69
+
+
+def test_kernels_that_do_not_exist_are_a_configuration_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_KERNELS", "vector9000")
+    with pytest.raises(ConfigurationError, match="OCTAVO_KERNELS"):
+        load(config(directory))

@@ -1,0 +1,214 @@
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as PrometheusHistogram
+from prometheus_client.parser import text_string_to_metric_families
+from support.scripted_engine import ready as scripted_ready
+
+from octavo.scheduler.messages import EngineConfig, EngineStats, FinishReason, MemoryLine, StepReport, TokenEvent
+from octavo.server.logs import ActivityLog
+from octavo.server.metrics import TOKEN_BUCKETS, Histogram, Metrics
+
+READY = scripted_ready(EngineConfig(model="scripted"), blocks=100)
+
+NAMES = """
+    requests_running requests_waiting request_started_total request_success_total admission_rejections_total
+    prompt_tokens_total prompt_tokens_cached_total generation_tokens_total prefix_cache_queries_total
+    prefix_cache_hits_total preemptions_total engine_up steps_total step_tokens batch_size
+    last_step_timestamp_seconds load_seconds batch_invariant build_info kv_blocks kv_cache_usage_ratio
+    kv_bytes_per_token memory_bytes memory_budget_bytes
+"""
+HISTOGRAMS = """
+    time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
+    step_schedule_seconds step_device_seconds step_commit_seconds
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample by its name and labels, as `name{label=value}` without the prefix."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{label}={value}" for label, value in sample.labels.items())
+            name = sample.name.removeprefix("octavo_")
+            assert name != sample.name
+            found[f"{name}{{{labels}}}" if labels else name] = sample.value
+    return found
+
+
+def report(*events: TokenEvent, **stats: float) -> StepReport:
+    return StepReport(events=events, stats=EngineStats(**stats))
+
+
+def token(request: int, finish: FinishReason | None = None, **fields: object) -> TokenEvent:
+    return TokenEvent(request=request, token=3, finish=finish, **fields)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> Iterator[Metrics]:
+    metrics = Metrics(clock)
+    metrics.engine_ready(READY)
+    return metrics
+
+
+def test_every_series_is_there_from_the_start_at_zero() -> None:
+    fresh = Metrics()
+    start = samples(fresh)
+    parts = {f"{name}_{part}" for name in HISTOGRAMS.split() for part in ("bucket", "sum", "count")}
+    assert {name.partition("{")[0] for name in start} == set(NAMES.split()) | parts
+    assert [name.partition("{")[0] for name, value in start.items() if value != 0] == ["build_info"]
+    fresh.engine_ready(READY)
+    fresh.request_started(1, 10)
+    fresh.step(report(token(1, "stop", first=True), steps_total=1))
+    unlabelled = [{name for name in found if "version=" not in name} for found in (start, samples(fresh))]
+    assert unlabelled[0] == unlabelled[1]
+
+
+def test_a_request_is_counted_through_its_life(metrics: Metrics, clock: Clock) -> None:
+    metrics.request_started(1, 20)
+    metrics.request_started(2, 30)
+    assert (metrics.running, metrics.waiting) == (0, 2)
+    clock.now += 0.5
+    metrics.step(report(token(1, first=True, queue_seconds=0.25, cached_tokens=16), running=1, waiting=1))
+    assert (metrics.running, metrics.waiting) == (1, 1)
+    clock.now += 0.02
+    metrics.step(report(token(1), token(2, first=True), running=2))
+    clock.now += 0.04
+    metrics.step(report(token(1, "length"), TokenEvent(request=2, finish="abort"), running=0))
+    found = samples(metrics)
+    assert found["request_started_total"] == 2
+    assert found["request_success_total{finished_reason=length}"] == 1
+    assert found["request_success_total{finished_reason=abort}"] == 1
+    assert found["prompt_tokens_total"] == 50
+    assert found["prompt_tokens_cached_total"] == 16
+    assert found["generation_tokens_total"] == 4
+    assert found["time_to_first_token_seconds_sum"] == pytest.approx(0.5 + 0.52)
+    assert found["inter_token_latency_seconds_count"] == 2
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.06)
+    assert found["inter_token_latency_seconds_bucket{le=0.02}"] == 1
+    assert found["inter_token_latency_seconds_bucket{le=0.05}"] == 2
+    assert found["e2e_request_latency_seconds_sum"] == pytest.approx(2 * 0.56)
+    assert found["request_queue_time_seconds_sum"] == 0.25
+    assert found["requests_running"] == found["requests_waiting"] == 0
+
+
+def test_an_engine_that_is_lost_ends_its_requests_as_errors(metrics: Metrics) -> None:
+    assert samples(metrics)["engine_up"] == 1
+    metrics.request_started(1, 5)
+    metrics.engine_lost()
+    metrics.step(report(token(1, "stop")))
+    found = samples(metrics)
+    assert found["engine_up"] == 0
+    assert found["request_success_total{finished_reason=error}"] == 1
+    assert found["request_success_total{finished_reason=stop}"] == 0
+
+
+def test_the_engines_state_and_memory_are_shown(metrics: Metrics) -> None:
+    stats = {"blocks_free": 70, "blocks_cached": 20, "blocks_referenced": 10, "steps_total": 3, "step_tokens": 40}
+    metrics.step(report(**stats, step_rows=5, preemptions_total=2, prefix_queries_total=9, prefix_hits_total=4))
+    found = samples(metrics)
+    assert [found[f"kv_blocks{{state={state}}}"] for state in ("used", "cached", "free")] == [10, 20, 70]
+    assert found["kv_cache_usage_ratio"] == 0.1
+    assert (found["steps_total"], found["step_tokens"], found["batch_size"]) == (3, 40, 5)
+    assert (found["preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (
+        2,
+        9,
+        4,
+    )
+    assert found["memory_bytes{bucket=cache}"] == 100 * 1024
+    assert found["memory_bytes{bucket=weights}"] == 0
+    assert READY.memory == (MemoryLine(bucket="cache", planned=102_400, allocated=102_400),)
+    assert found["batch_invariant"] == 1
+
+
+def test_a_report_without_a_step_is_no_step(metrics: Metrics) -> None:
+    metrics.step(report(steps_total=1, device_seconds=0.5))
+    metrics.step(report(steps_total=1))
+    assert samples(metrics)["step_device_seconds_count"] == 1
+    assert samples(metrics)["step_device_seconds_sum"] == 0.5
+
+
+def test_refusals_are_counted_by_reason(metrics: Metrics) -> None:
+    metrics.rejected("queue_full")
+    assert samples(metrics)["admission_rejections_total{reason=queue_full}"] == 1
+    assert samples(metrics)["admission_rejections_total{reason=draining}"] == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["start", "run", "stop", "length", "abort", "error"]), st.integers(0, 9))))
+def test_started_requests_are_always_running_waiting_or_finished(actions: list[tuple[str, int]]) -> None:
+    metrics = Metrics()
+    live: set[int] = set()
+    for action, number in actions:
+        if action == "start":
+            live.add(metrics.started)
+            metrics.request_started(metrics.started, 1)
+        elif action == "run":
+            metrics.step(report(running=number))
+        elif live:
+            metrics.step(report(TokenEvent(request=live.pop(), finish=action)))
+        assert metrics.running >= 0
+        assert metrics.waiting >= 0
+        assert metrics.started == metrics.running + metrics.waiting + sum(metrics.finished.values())
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(TOKEN_BUCKETS))))
+def test_histograms_agree_with_those_of_the_prometheus_library(values: list[float]) -> None:
+    registry = CollectorRegistry()
+    theirs = PrometheusHistogram("h", "text", buckets=TOKEN_BUCKETS, registry=registry)
+    ours = Histogram(TOKEN_BUCKETS)
+    for value in values:
+        theirs.observe(value)
+        ours.observe(value)
+    [family] = [metric for metric in registry.collect() if metric.type == "histogram"]
+    expected = {(s.name, s.labels.get("le")): s.value for s in family.samples if not s.name.endswith("_created")}
+    found = {(s.name, s.labels.get("le")): s.value for s in ours.family("h", "text").samples}
+    assert found.keys() == expected.keys()
+    assert all(math.isclose(found[key], expected[key]) for key in expected)
+
+
+def test_the_activity_line_tells_rates_since_the_last_one_and_is_silent_when_idle(
+    metrics: Metrics, clock: Clock
+) -> None:
+    activity = ActivityLog(metrics, clock)
+    clock.now += 10
+    assert activity.line() is None
+    metrics.request_started(1, 50)
+    metrics.request_started(2, 50)
+    stats = {
+        "running": 1,
+        "blocks_free": 75,
+        "blocks_referenced": 25,
+        "prefix_queries_total": 8,
+        "prefix_hits_total": 2,
+    }
+    for _ in range(20):
+        metrics.step(report(token(1), **stats))
+    clock.now += 10
+    assert activity.line() == (
+        "Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 2.0 tokens/s, "
+        "Running: 1 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+    )
+    clock.now += 10
+    assert "Avg generation throughput: 0.0 tokens/s, Running: 1 reqs" in (activity.line() or "")
+    metrics.engine_lost()
+    clock.now += 10
+    assert activity.line() is None

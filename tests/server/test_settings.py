@@ -1,0 +1,143 @@
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from octavo.scheduler.messages import EngineConfig
+from octavo.server.settings import SETTINGS, ServerSettings, Settings, SettingsError, add_arguments, resolve
+
+GIVEN = {
+    "model": ("some/model", "some/model"),
+    "load_format": ("gguf", "gguf"),
+    "dtype": ("float32", "float32"),
+    "max_model_len": ("8k", 8192),
+    "seed": ("7", 7),
+    "host": ("0.0.0.0", "0.0.0.0"),  # noqa: S104
+    "port": ("0", 0),
+    "served_model_name": ("a", ("a",)),
+    "max_body_bytes": ("1.5M", 3 << 19),
+    "max_queued_requests": ("0", 0),
+    "shutdown_timeout": ("2.5", 2.5),
+    "log_level": ("debug", "debug"),
+    "device": ("cpu", "cpu"),
+    "max_num_seqs": ("3", 3),
+    "max_num_batched_tokens": ("1k", 1024),
+    "block_size": ("32", 32),
+    "kv_blocks": ("100", 100),
+    "memory": ("16GiB", 16 << 30),
+}
+"""For every setting that takes free or listed text: one way to write it and what that means."""
+
+
+def settings(arguments: list[str], environment: Mapping[str, str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return resolve(vars(parser.parse_args(arguments)), environment or {})
+
+
+def value(resolved: Settings, name: str) -> object:
+    return getattr(resolved.server if hasattr(resolved.server, name) else resolved.engine, name)
+
+
+def arguments_for(name: str, text: str) -> list[str]:
+    return [text] if name == "model" else ["--" + name.replace("_", "-"), text]
+
+
+def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
+    names = {setting.name for setting in SETTINGS}
+    assert names == {field.name for field in fields(ServerSettings)} | set(EngineConfig.__struct_fields__)
+    assert len(names) == len(SETTINGS) <= 30
+    assert names == set(GIVEN) | {"chat_template", "prefix_caching"}
+
+
+def test_defaults_agree_with_the_engines_own() -> None:
+    assert settings([]).engine == EngineConfig(model="smollm2")
+    assert settings([]).server == ServerSettings("127.0.0.1", 8000, ("smollm2",), None, 4 << 20, 1024, 30.0, "info")
+    assert not settings([]).changed
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_flag_wins_over_a_variable_which_wins_over_the_default(name: str) -> None:
+    text, meaning = GIVEN[name]
+    variable = "OCTAVO_" + name.upper()
+    assert value(settings([]), name) != meaning
+    assert value(settings(arguments_for(name, text)), name) == meaning
+    assert value(settings([], {variable: text}), name) == meaning
+    assert value(settings(arguments_for(name, text), {variable: "\0 nonsense"}), name) == meaning
+    assert value(settings([], {variable: ""}), name) == value(settings([]), name)
+
+
+def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
+    assert settings([]).engine.prefix_caching
+    assert not settings(["--no-prefix-caching"]).engine.prefix_caching
+    assert not settings([], {"OCTAVO_PREFIX_CACHING": "0"}).engine.prefix_caching
+    assert not settings([], {"OCTAVO_NO_PREFIX_CACHING": "1"}).engine.prefix_caching
+    assert settings([], {"OCTAVO_NO_PREFIX_CACHING": "0"}).engine.prefix_caching
+    assert settings(["--prefix-caching"], {"OCTAVO_PREFIX_CACHING": "0"}).engine.prefix_caching
+    with pytest.raises(SettingsError, match="OCTAVO_PREFIX_CACHING and OCTAVO_NO_PREFIX_CACHING"):
+        settings([], {"OCTAVO_NO_PREFIX_CACHING": "1", "OCTAVO_PREFIX_CACHING": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("load_format", "bin"),
+        ("dtype", "int8"),
+        ("max_model_len", "8q"),
+        ("max_model_len", "0"),
+        ("max_model_len", "-5"),
+        ("max_model_len", "9999999k"),
+        ("seed", "x"),
+        ("host", " "),
+        ("port", "65536"),
+        ("port", "http"),
+        ("served_model_name", ""),
+        ("max_body_bytes", "0"),
+        ("max_body_bytes", "4 XB"),
+        ("shutdown_timeout", "forever"),
+        ("shutdown_timeout", "-1"),
+        ("shutdown_timeout", "nan"),
+        ("log_level", "loud"),
+        ("device", "tpu"),
+        ("max_num_seqs", "0"),
+        ("block_size", "257"),
+        ("memory", "-1G"),
+        ("chat_template", "/no/such/file"),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_name_it_was_given_under(name: str, text: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        settings([f"--{name.replace('_', '-')}={text}"])
+    assert str(raised.value).startswith(f"--{name.replace('_', '-')}: {text!r}: ")
+    assert raised.value.exit_code == 64
+    if text:
+        with pytest.raises(SettingsError, match="^OCTAVO_" + name.upper()):
+            settings([], {"OCTAVO_" + name.upper(): text})
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingsError, match=r"^OCTAVO_MAX_MODEL_LENGTH: .*OCTAVO_MAX_MODEL_LEN$"):
+        settings([], {"OCTAVO_MAX_MODEL_LENGTH": "1"})
+    settings([], {"OCTAVO_KERNELS": "torch", "OCTAVO_CACHE_DIR": "/tmp", "PATH": "x", "octavo_port": "x"})  # noqa: S108
+
+
+def test_a_kubernetes_service_link_is_recognised() -> None:
+    with pytest.raises(SettingsError, match=r"OCTAVO_PORT.*enableServiceLinks"):
+        settings([], {"OCTAVO_PORT": "tcp://10.0.0.1:8000"})
+
+
+def test_names_can_be_several_and_default_to_the_model_without_its_path(tmp_path: Path) -> None:
+    assert settings(["--served-model-name", "a", "--served-model-name", "b"]).server.served_model_name == ("a", "b")
+    assert settings([], {"OCTAVO_SERVED_MODEL_NAME": "a, b,a"}).server.served_model_name == ("a", "b")
+    assert settings(["owner/name"]).server.served_model_name == ("owner/name",)
+    model = tmp_path / "my-model.gguf"
+    model.touch()
+    assert settings([str(model)]).server.served_model_name == ("my-model.gguf",)
+    assert settings(["/not/there/model"]).server.served_model_name == ("model",)
+
+
+def test_only_settings_that_differ_from_their_default_count_as_changed() -> None:
+    changed = settings(["--port", "8000", "--memory", "1G", "--no-prefix-caching"], {"OCTAVO_HOST": "::1"}).changed
+    assert changed == {"--memory": str(1 << 30), "--prefix-caching": "no", "--host": "::1"}
