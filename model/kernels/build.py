@@ -4,7 +4,6 @@ The library fits every CPU of the architecture: a file that names instruction se
 is compiled once for each, and which copy runs is decided when the kernels are loaded.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -15,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,13 +56,21 @@ def build_library(sources: Path = SOURCES) -> Path:
         BuildError: no compiler, or it failed.
         PermissionError: the cache directory could be written by other users.
     """
-    compiler = _find_compiler()
-    with _open_cache() as cache:
-        library = cache / f"kernels-{_key(compiler, sources)}.so"
-        with (cache / "kernels.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_intact(library):
-                _compile(compiler, sources, library)
+    cache = _open_cache()
+    stem = f"kernels-{_source_key(sources)}"
+    try:
+        compiler = _find_compiler()
+        library = cache / f"{stem}-{_compiler_key(compiler)}.so"
+    except BuildError:
+        # An image may be built with a compiler and run without one.
+        for earlier in sorted(cache.glob(f"{stem}-*.so")):
+            if _is_intact(earlier):
+                return earlier
+        raise
+    with (cache / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_intact(library):
+            _compile(compiler, sources, library)
     return library
 
 
@@ -76,9 +82,8 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "octavo"
 
 
-@contextlib.contextmanager
-def _open_cache() -> Iterator[Path]:
-    """Yield the cache directory, or a temporary one of our own where that cannot be written.
+def _open_cache() -> Path:
+    """Return the cache directory, or a temporary one of our own where that cannot be written.
 
     The temporary one is not removed: the library in it is about to be loaded.
     """
@@ -97,7 +102,7 @@ def _open_cache() -> Iterator[Path]:
             f"cache directory {directory}: other users could replace the library in it; "
             "remove their write permission, or set OCTAVO_CACHE_DIR to a directory of your own"
         )
-    yield directory
+    return directory
 
 
 def _find_compiler() -> list[str]:
@@ -118,10 +123,12 @@ def _run(command: list[str]) -> str:
     return result.stdout
 
 
-def _key(compiler: list[str], sources: Path) -> str:
-    """Name everything that the library's bytes depend on."""
-    digest = hashlib.sha256(repr((_run([*compiler, "--version"]), compiler, FLAGS, VARIANTS)).encode())
-    digest.update(platform.machine().encode())
+def _compiler_key(compiler: list[str]) -> str:
+    return hashlib.sha256(repr((compiler, _run([*compiler, "--version"]))).encode()).hexdigest()[:16]
+
+
+def _source_key(sources: Path) -> str:
+    digest = hashlib.sha256(repr((FLAGS, VARIANTS, platform.machine())).encode())
     for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]

@@ -11,7 +11,8 @@ HEAD_COLUMNS = 1024
 class TorchLinear:
     """A Linear in torch's own order, [out_features, in_features].
 
-    The libraries behind torch choose their order of additions by the number of rows; all multiples of 8 get the same.
+    The libraries behind torch choose their order of additions by the number of rows, and each in its own way. Here they
+    are always given `row_multiple` rows at once, so that a row's bits do not depend on how many there are.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TorchLinear:
                 f"got {list(out.shape)} and {x.shape[0]} rows of x"
             )
         if out.dtype == x.dtype:
-            _multiply(x, self._weight, self._bias, out)
+            self._multiply(x, self._weight, self._bias, out)
             return
         if out.dtype != torch.float32:
             raise ValueError(f"out: expected {x.dtype} or torch.float32, got {out.dtype}")
@@ -55,7 +56,15 @@ class TorchLinear:
         for first in range(0, self.out_features, HEAD_COLUMNS):
             part = slice(first, first + HEAD_COLUMNS)
             bias = None if self._bias is None else self._bias[part].float()
-            _multiply(wide, self._weight[part].float(), bias, out[:, part])
+            self._multiply(wide, self._weight[part].float(), bias, out[:, part])
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        for first in range(0, x.shape[0], self._row_multiple):
+            rows = slice(first, first + self._row_multiple)
+            if bias is None:
+                torch.mm(x[rows], weight.T, out=out[rows])
+            else:
+                torch.addmm(bias, x[rows], weight.T, out=out[rows])
 
     def gather(self, rows: Tensor, out: Tensor) -> None:
         """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""
@@ -110,10 +119,3 @@ def _store(target: Tensor, first_row: int, source: Tensor) -> None:
     if first_row < 0 or last_row > target.shape[0] or source.shape[1:] != target.shape[1:]:
         raise ValueError(f"{list(source.shape)} at row {first_row} does not fit into {list(target.shape)}")
     target[first_row:last_row].copy_(source)
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)

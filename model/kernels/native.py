@@ -248,5 +248,5 @@ def _view(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...])
 def _wrong(name: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> ValueError:
     return ValueError(
         f"{name}: expected {dtype} {expected} on the CPU, its last dimension contiguous; "
-        f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
     )
