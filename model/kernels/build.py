@@ -118,7 +118,7 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from None
     if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+        errors = [line for line in result.stderr.splitlines() if "error: " in line] or result.stderr.splitlines()
         raise BuildError(f"{command[0]} failed: {errors[0] if errors else f'status {result.returncode}'}")
     return result.stdout
 
