@@ -24,12 +24,11 @@ def directory_config(directory: Path) -> ModelConfig:
     file = directory / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{directory}: no config.json; MODEL is a Hugging Face directory or a .gguf file itself")
-    generation = directory / "generation_config.json"
+    generation_file = directory / "generation_config.json"
+    config, generation = read_json(file), read_json(generation_file) if generation_file.is_file() else None
     try:
-        return ModelConfig.from_hugging_face(read_json(file), read_json(generation) if generation.is_file() else None)
+        return ModelConfig.from_hugging_face(config, generation)
     except CheckpointError as error:
-        if str(error).startswith(str(directory)):
-            raise
         raise CheckpointError(f"{directory}/{error}") from error
 
 

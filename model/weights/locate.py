@@ -36,11 +36,14 @@ def locate(model: str) -> Path:
     """
     if model == SMOLLM2:
         return _smollm2()
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.exists():
-        raise CheckpointError(f"{model}: neither a directory nor a .gguf file")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+            return path
+        if path.exists():
+            raise CheckpointError(f"{model}: neither a directory nor a .gguf file")
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{model[:100]!r}: not a usable path") from error
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _download(model)
     raise CheckpointError(
@@ -76,4 +79,4 @@ def _download(model: str) -> Path:
             f"{model}: no such directory, not in the Hugging Face cache, and the Hub cannot be reached"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{model}: download failed: {str(error).strip().splitlines()[0]}") from error
+        raise CheckpointError(f"{model}: download failed: {' '.join(str(error).split())[:200]}") from error

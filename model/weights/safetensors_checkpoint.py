@@ -119,16 +119,13 @@ def _checked_end(file: Path, name: str, info: object) -> int:
     problem = CheckpointError(f"{file}: damaged: the entry of tensor {name[:100]!r} is not sound")
     if not isinstance(info, Mapping):
         raise problem
-    dtype, shape, offsets = (
-        info.get("dtype"),
-        _whole_numbers(info.get("shape")),
-        _whole_numbers(info.get("data_offsets")),
-    )
+    dtype = str(info.get("dtype"))
+    shape, offsets = _whole_numbers(info.get("shape")), _whole_numbers(info.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise problem
     if dtype not in ELEMENT_BYTES:
         raise CheckpointError(
-            f"{file}: tensor {name[:100]!r} has dtype {str(dtype)[:20]}; supported: {', '.join(ELEMENT_BYTES)}"
+            f"{file}: tensor {name[:100]!r} has dtype {dtype[:20]}; supported: {', '.join(ELEMENT_BYTES)}"
         )
     begin, end = offsets
     if end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from support import ggml_blocks
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -134,8 +135,9 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the model as llama.cpp's converter would, matrices in the named type and vectors in F32.
 
-    Returns the matrices by Hugging Face name as they read back, in Hugging Face's row order: gguf's own quantisation
-    and dequantisation. `metadata` holds further unsigned numbers, such as tokenizer.ggml.eot_token_id.
+    Returns what should be read back, by Hugging Face name and in its row order: float64, decoded number by number.
+    For K-quants, which only llama.cpp itself can make, matrices are random blocks. `metadata` holds further unsigned
+    numbers, such as tokenizer.ggml.eot_token_id.
     """
     config = model.config
     architecture = "llama" if config.model_type == "mistral" else config.model_type
@@ -164,12 +166,23 @@ def write_gguf(
         for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if architecture == "llama" and projection in name:
                 order = interleaved(order, heads)
-        quantisation = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-        data = gguf.quantize(np.ascontiguousarray(values[order]), quantisation)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=quantisation)
-        read_back[name] = gguf.dequantize(data, quantisation)[np.argsort(order)]
+        stored = kind if values.ndim == 2 else "F32"
+        data, decoded = _encoded(values[order], stored, seed=len(read_back))
+        writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[stored])
+        read_back[name] = decoded[np.argsort(order)]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return read_back
+
+
+def _encoded(values: np.ndarray, kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The stored form of a tensor, and the float64 numbers that it means."""
+    if kind in {"Q4_K", "Q6_K"}:
+        data = ggml_blocks.random_blocks(*values.shape, kind, seed)
+    else:
+        data = gguf.quantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind])
+    if kind == "BF16":
+        return data, (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return data, data.astype(np.float64) if kind in {"F32", "F16"} else ggml_blocks.decode(data, kind)
