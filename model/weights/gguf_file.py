@@ -163,6 +163,7 @@ class _Reader:
         self.position = file.seek(0)
 
     def error(self, problem: str) -> CheckpointError:
+        """An error about this file, to be raised by the caller."""
         return CheckpointError(f"{self.path}: {problem}")
 
     def take(self, size: int) -> bytes:
@@ -173,16 +174,19 @@ class _Reader:
         return self.file.read(size)
 
     def scalar(self, letter: str) -> int | float | bool:
+        """One number, named by its letter of struct."""
         (value,) = struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))
         return value  # type: ignore[no-any-return]
 
     def count(self, what: str, limit: int) -> int:
+        """A 64-bit count that is small enough to be believed."""
         count = int(self.scalar("Q"))
         if count > limit:
             raise self.error(f"{count:,} {what}; at most {limit:,} are supported")
         return count
 
     def string(self) -> str:
+        """A length and that many bytes of UTF-8."""
         try:
             return self.take(self.count("bytes in a string", MAX_STRING)).decode()
         except UnicodeDecodeError as error:
