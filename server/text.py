@@ -156,10 +156,8 @@ class _StopFinder:
                 if automaton.advance(char):
                     self._offer(_Match(self._length - automaton.matched, self._length, automaton.text))
             self.safe = self._length - max(automaton.matched for automaton in self._automata)
-            if self.best is not None:
-                if self.safe >= self.best.start:
-                    return True
-                self.safe = min(self.safe, self.best.start)
+            if self.best is not None and self.safe >= self.best.start:
+                return True
         return False
 
     def _offer(self, match: _Match) -> None:

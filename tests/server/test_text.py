@@ -252,6 +252,12 @@ def test_a_character_split_over_tokens_comes_whole() -> None:
     assert [text for text in deltas if text] == ["🌶", "ď", "á", "b"]
 
 
+def test_a_token_waits_for_the_character_that_it_begins() -> None:
+    stream, begun = TextStream(smollm2()), ids("🌶")
+    assert stream.feed([*ids("a"), *begun[:-1]]) == TextDelta("a", (0,))
+    assert stream.feed(begun[-1:]) == TextDelta("🌶", (1,) * len(begun))
+
+
 def test_no_part_of_a_stop_string_is_shown_before_it_is_complete() -> None:
     """Case B04."""
     result = run(TextStream(smollm2(), ["DEFGHIJ"]), [ids(part) for part in ("DEF", "G", "HI", "J")])

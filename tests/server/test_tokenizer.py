@@ -85,6 +85,12 @@ def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids: list
     assert byte_level().decode(ids, skip) == byte_level_backend().decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("text", ["<think>", "日本", "two words"])
+def test_added_tokens_are_their_own_text(text: str) -> None:
+    (token,) = byte_level().encode(text, add_special_tokens=False)
+    assert byte_level().token_text(token) == text == byte_level_backend().decode([token])
+
+
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_the_bytes_of_a_texts_tokens_are_the_texts_bytes(text: str) -> None:
