@@ -13,9 +13,7 @@ from octavo.server.settings import add_arguments, resolve
 USAGE_ERROR = 64
 INTERNAL_ERROR = 70
 
-EPILOG = """\
-Every option can also be given by the variable named in brackets; the option wins.
-
+EXIT_CODES = """\
 exit codes:
    0  ended by SIGINT or SIGTERM
   64  an option, a variable or their combination is wrong
@@ -24,6 +22,8 @@ exit codes:
   70  internal error: the engine has died
   73  cannot listen on this host and port
 """
+
+VARIABLES = "Every option can also be given by the variable named in brackets; the option wins."
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,12 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = Parser(prog="octavo", description="An OpenAI-compatible serving daemon for Llama-class transformers.")
+    parser = Parser(
+        prog="octavo",
+        description="An OpenAI-compatible serving daemon for Llama-class transformers.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -46,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="load a model and serve it over HTTP",
         description="Load a model and serve it over HTTP, with the API of OpenAI.",
         usage="octavo serve [MODEL] [options]",
-        epilog=EPILOG,
+        epilog=f"{VARIABLES}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

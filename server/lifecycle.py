@@ -69,8 +69,9 @@ class Daemon:
         self._listener = listener
         self._command = command
         self._main: asyncio.Task[Any] | None = None
-        self._drain: asyncio.Event | None = None
-        """Set by the first signal; None while there is nothing to drain yet."""
+        self._serving = False
+        self._drain = asyncio.Event()
+        """Set by the first signal that comes while serving."""
 
     async def run(self) -> int:
         """Serve; return the exit code. Raises whatever keeps the server from starting."""
@@ -82,7 +83,7 @@ class Daemon:
             client = await EngineClient.start(self._settings.engine, command=self._command)
             try:
                 await self._serve(client)
-                if not self._draining:
+                if not self._drain.is_set():
                     return _death(client)
             finally:
                 await client.close()
@@ -90,12 +91,8 @@ class Daemon:
             _log.warning("ended at once by a signal")
         return 0
 
-    @property
-    def _draining(self) -> bool:
-        return self._drain is not None and self._drain.is_set()
-
     def _on_signal(self) -> None:
-        if self._drain is not None and not self._drain.is_set():
+        if self._serving and not self._drain.is_set():
             self._drain.set()
         elif self._main is not None:
             self._main.cancel()
@@ -107,23 +104,19 @@ class Daemon:
         for line in describe(client.ready):
             _log.info("%s", line)
         server = HTTPServer(_uvicorn_config(service, settings))
-        self._drain = asyncio.Event()
-        tasks = [
-            asyncio.create_task(_log_activity(client)),
-            asyncio.create_task(self._end(server, service)),
-        ]
+        self._serving = True
+        tasks = [asyncio.create_task(_log_activity(client)), asyncio.create_task(self._end(server, service))]
         try:
             await server.serve(sockets=[self._listener])
         except OSError as error:
             raise _bind_error(settings.host, settings.port, error) from error
         finally:
+            server.stop_listening()
             for task in tasks:
                 task.cancel()
 
     async def _end(self, server: "HTTPServer", service: Service) -> None:
         """Wait for a signal or the end of the engine, then bring the server to an end."""
-        if self._drain is None:
-            return
         client, timeout = service.client, self._settings.server.shutdown_timeout
         waits = [asyncio.create_task(self._drain.wait()), asyncio.create_task(client.lost.wait())]
         try:
@@ -133,7 +126,7 @@ class Daemon:
                 wait.cancel()
         service.draining = True
         server.should_exit = True
-        if self._draining and client.live:
+        if self._drain.is_set() and client.live:
             _log.info("shutting down: %d requests may run for up to %g s more", client.live, timeout)
         await asyncio.sleep(timeout)
         await client.close()  # what still runs ends with an error
@@ -146,6 +139,11 @@ class HTTPServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the handlers alone."""
         yield
+
+    def stop_listening(self) -> None:
+        """Close what uvicorn itself closes only on an orderly way out."""
+        for listening in getattr(self, "servers", ()):
+            listening.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
