@@ -9,7 +9,7 @@ from octavo.model.config import MAX_HEAD_DIM, ModelConfig
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
 
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 16 << 20
 
 
 def read_config(path: Path) -> ModelConfig:

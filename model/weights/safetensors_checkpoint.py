@@ -1,7 +1,7 @@
 """A Hugging Face directory of safetensors files: one, or several with an index.
 
 Format: https://github.com/huggingface/safetensors#format. The headers are checked here, so that an error can name the
-tensor; the data is read by the safetensors library.
+tensor; then the safetensors library checks them once more, and reads the data.
 """
 
 import json
@@ -18,8 +18,8 @@ from octavo.model.config import ModelConfig
 from octavo.model.weights.configuration import directory_config, read_json
 from octavo.model.weights.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
-"""The library's own limit."""
+MAX_HEADER_BYTES = 16 << 20
+"""A hundred times the header of a shard of a large model."""
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 INDEX = "model.safetensors.index.json"
 
@@ -35,7 +35,7 @@ class SafetensorsCheckpoint:
         for file in _shards(directory):
             for name, shape in read_header(file).items():
                 if name in self.shapes:
-                    raise CheckpointError(f"{file}: tensor {name!r} is also in {self.files[name].name}")
+                    raise CheckpointError(f"{file}: tensor {name[:100]!r} is also in {self.files[name].name}")
                 self.shapes[name] = shape
                 self.files[name] = file
 
@@ -111,7 +111,11 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(
                 f"{file}: truncated: tensor {name[:100]!r} ends at byte {8 + length + end:,}, the file at {size:,}"
             )
-    return {name: tuple(info["shape"]) for name, info in header.items()}
+    try:
+        with safe_open(file, framework="pt"):
+            return {name: tuple(info["shape"]) for name, info in header.items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: damaged: {error}") from error
 
 
 def _checked_end(file: Path, name: str, info: object) -> int:

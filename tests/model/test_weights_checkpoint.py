@@ -251,11 +251,22 @@ def test_a_safetensors_header_that_is_no_object_is_refused(tmp_path, header):
     assert "the header does not fit into 72 bytes" in refusal(tmp_path)
 
 
-def test_data_that_overlaps_is_refused_when_it_is_read(tmp_path):
+def test_data_that_overlaps_or_leaves_holes_is_refused(tmp_path):
     tiny_model(tmp_path, "llama")
-    with_header(tmp_path / "model.safetensors", {"model.norm.weight": SOUND, "lm_head.weight": SOUND})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'lm_head\.weight' cannot be read"):
-        open_checkpoint(tmp_path).read("lm_head.weight")
+    for offsets in ([0, 64], [32, 96], [128, 192]):
+        entries = {"model.norm.weight": SOUND, "lm_head.weight": {**SOUND, "data_offsets": offsets}}
+        with_header(tmp_path / "model.safetensors", entries)
+        assert "model.safetensors: damaged" in refusal(tmp_path)
+
+
+def test_a_file_that_vanishes_while_loading_is_an_error_of_the_checkpoint(tmp_path):
+    write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path, "llama"))
+    opened = {file: open_checkpoint(file) for file in (tmp_path, tmp_path / "model.gguf")}
+    for file in tmp_path.glob("model.*"):
+        file.unlink()
+    for checkpoint in opened.values():
+        with pytest.raises(CheckpointError, match=r"/model\.\w+: tensor .* cannot be read"):
+            checkpoint.read("model.norm.weight")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
