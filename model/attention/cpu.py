@@ -12,6 +12,7 @@ from octavo.model.config import ModelConfig
 
 TILE = 48
 """Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.cpp."""
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**31 - 1
 
 
@@ -45,19 +46,20 @@ class CpuAttention:
     """
 
     def __init__(self, config: ModelConfig, store: KVStore, library: ctypes.CDLL, variant: str) -> None:
-        """`variant` names the copy of the kernels to use, for example "avx2".
+        """`variant` names the copy of the kernel to use, for example "avx2"; `avx512_bf16` is for bfloat16 only.
 
         Raises:
             ValueError: a dtype, block size or head_dim that the kernel does not know.
         """
         _validate(store)
         layout = store.layout
-        self._store = store
+        self._store = store  # keeps the memory that the kernel points to
         self._layers = [(store.keys(i).data_ptr(), store.values(i).data_ptr()) for i in range(layout.layers)]
+        self._blocks = store.blocks
         self._positions = store.blocks * layout.block_size
         self._dtype = store.data.dtype
-        self._heads = (layout.kv_heads * (config.heads // config.kv_heads), layout.head_dim)
-        self._kv_heads = (layout.kv_heads, layout.head_dim)
+        self._heads = [layout.kv_heads * (config.heads // config.kv_heads), layout.head_dim]
+        self._kv_heads = [layout.kv_heads, layout.head_dim]
         self._plan = Plan(
             kv_heads=layout.kv_heads,
             group=config.heads // config.kv_heads,
@@ -67,36 +69,33 @@ class CpuAttention:
             scale=layout.head_dim**-0.5,
         )
         self._plan_reference = ctypes.byref(self._plan)
-        self._tile_indptr = torch.zeros(1, dtype=torch.int32)
-        self._batch: AttentionBatch | None = None
-        name = str(self._dtype).removeprefix("torch.")
-        self._kernel = library[f"octavo_attention_{name}_{variant}"]
+        self._planned: tuple[AttentionBatch, Tensor] | None = None
+        self._kernel = library[f"paged_attention_{SUFFIXES[self._dtype]}_{variant}"]
         views = (c_void_p, c_int64) * 4
         self._kernel.argtypes = (c_void_p, c_void_p, c_void_p, *views, c_int32)
         self._kernel.restype = None
 
     def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:  # noqa: ARG002
-        """Allocate the one array that plan computes: an int32 for each row."""
-        self._tile_indptr = torch.zeros(max_rows + 1, dtype=torch.int32)
-        return self._tile_indptr.nbytes
+        """Reserve nothing: a tile's state lives on the stack of the thread that computes it."""
+        return 0
 
     def plan(self, batch: AttentionBatch, *, padded_rows: int | None = None) -> None:  # noqa: ARG002
         """Divide the rows into tiles of queries; see AttentionBackend.
 
         Raises:
-            ValueError: more rows than were reserved, or a block that the store does not have.
+            ValueError: a block that the store does not have.
         """
-        if batch.rows >= self._tile_indptr.shape[0]:
-            raise ValueError(f"{batch.rows} rows exceed the {self._tile_indptr.shape[0] - 1} reserved")
-        first, last = batch.block_indices.aminmax()
-        if first < 0 or last >= self._store.blocks or batch.slots.max() >= self._positions:
-            raise ValueError(f"a block outside the store's 0 .. {self._store.blocks - 1}")
-        self._batch = batch  # keeps its memory while the kernel points to it
+        for places, count in ((batch.block_indices, self._blocks), (batch.slots, self._positions)):
+            first, last = places.aminmax()
+            if first < 0 or last >= count:
+                raise ValueError(f"a block outside the store's 0 .. {self._blocks - 1}")
         tiles = (batch.query_indptr.diff() * self._plan.group + (TILE - 1)) // TILE
-        torch.cumsum(tiles, dim=0, dtype=torch.int32, out=self._tile_indptr[1 : batch.rows + 1])
+        tile_indptr = torch.zeros(batch.rows + 1, dtype=torch.int32)
+        torch.cumsum(tiles, dim=0, dtype=torch.int32, out=tile_indptr[1:])
+        self._planned = (batch, tile_indptr)  # keeps their memory while the kernel points to it
         plan = self._plan
         plan.rows, plan.tokens = batch.rows, batch.tokens
-        plan.tile_indptr = self._tile_indptr.data_ptr()
+        plan.tile_indptr = tile_indptr.data_ptr()
         for name in ("query_indptr", "kv_lengths", "block_indptr", "block_indices", "slots"):
             setattr(plan, name, getattr(batch, name).data_ptr())
 
@@ -106,6 +105,8 @@ class CpuAttention:
         Raises:
             ValueError: a tensor of another dtype or shape than the store's, or one whose rows are not contiguous.
         """
+        if self._planned is None:
+            raise RuntimeError("forward without a plan")
         self._check(q, self._heads)
         self._check(k, self._kv_heads)
         self._check(v, self._kv_heads)
@@ -126,12 +127,12 @@ class CpuAttention:
             out.shape[0],
         )
 
-    def _check(self, tensor: Tensor, heads: tuple[int, int]) -> None:
+    def _check(self, tensor: Tensor, heads: list[int]) -> None:
         tokens, *shape = tensor.shape
-        if tensor.dtype is not self._dtype or tokens < self._plan.tokens or tuple(shape) != heads:
+        if tensor.dtype is not self._dtype or tokens < self._plan.tokens or shape != heads or not tensor.is_cpu:
             raise ValueError(
-                f"expected {self._dtype} [{self._plan.tokens} or more, {heads[0]}, {heads[1]}], "
-                f"got {tensor.dtype} {list(tensor.shape)}"
+                f"expected {self._dtype} [{self._plan.tokens} or more, {heads[0]}, {heads[1]}] on the CPU, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
         if tensor.stride(2) != 1 or (heads[0] > 1 and tensor.stride(1) != heads[1]):
             raise ValueError(f"the heads of a token must be contiguous, got strides {tensor.stride()}")
@@ -139,7 +140,7 @@ class CpuAttention:
 
 def _validate(store: KVStore) -> None:
     layout = store.layout
-    if store.data.dtype not in {torch.bfloat16, torch.float32}:
+    if store.data.dtype not in SUFFIXES:
         raise ValueError(f"CPU attention keeps its cache in bfloat16 or float32, not {store.data.dtype}")
     if layout.block_size % 16 != 0:
         raise ValueError(f"block size {layout.block_size}: CPU attention needs a multiple of 16")

@@ -158,4 +158,3 @@ def divide(batch: AttentionBatch) -> Tiles:
         blocks_from=batch.block_indptr[row].long()[order],
         kv_lengths=batch.kv_lengths[row].long()[order],
     )
-

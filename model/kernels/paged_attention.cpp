@@ -371,5 +371,7 @@ void forward(const Layer<Type>& layer, View<const typename Type::Element> q, Vie
         forward<TYPE>({*plan, keys, values}, {q, q_stride}, {k, k_stride}, {v, v_stride}, {out, out_stride}, out_tokens); \
     }
 
-OCTAVO_PAGED_ATTENTION(octavo_attention_bfloat16, BFloat16)
-OCTAVO_PAGED_ATTENTION(octavo_attention_float32, Float32)
+OCTAVO_PAGED_ATTENTION(paged_attention_bf16, BFloat16)
+#if !defined(__AVX512BF16__)
+OCTAVO_PAGED_ATTENTION(paged_attention_f32, Float32)
+#endif

@@ -1,6 +1,8 @@
 """Steps of paged attention over random sequences, and what they must yield."""
 
-from dataclasses import dataclass, field
+import ctypes
+import functools
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -8,12 +10,48 @@ from torch import Tensor
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBackend, AttentionBatch
+from octavo.model.attention.cpu import CpuAttention
+from octavo.model.attention.fallback import TorchAttention
+from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
+from octavo.model.kernels.load import available_paths, open_library
 
 LAYERS, LAYER = 3, 1
+DTYPES = (torch.bfloat16, torch.float32)
+OTHERS = ("reference", "torch")
 
 
-@dataclass
+def backends(*excluded: str) -> list[tuple[str, torch.dtype]]:
+    """All attention backends by name, each with the dtypes it knows; the CPU's go by their instruction set."""
+    names = [(name, dtype) for dtype in DTYPES for name in (*OTHERS, *available_paths(dtype))]
+    return [(name, dtype) for name, dtype in names if name not in {"amx_bf16", *excluded}]
+
+
+def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBackend:
+    """Make one of `backends`."""
+    if name == "reference":
+        return ReferenceAttention(config, store)
+    if name == "torch":
+        return TorchAttention(config, store)
+    return CpuAttention(config, store, shared_library(), name)
+
+
+@functools.cache
+def shared_library() -> ctypes.CDLL:
+    return open_library(2)
+
+
+def set_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    shared_library().octavo_set_threads(threads)
+
+
+def weight_roundoff(backend: str, dtype: torch.dtype) -> float:
+    """How far a weight may be rounded before it meets V: to bfloat16 in the bfloat16 kernels."""
+    return 0.0 if backend in OTHERS or dtype == torch.float32 else 2.0**-8
+
+
+@dataclass(frozen=True)
 class Shape:
     """The shapes of a test; `dtype` is that of the store and of all inputs."""
 
@@ -23,6 +61,9 @@ class Shape:
     block_size: int = 16
     window: int | None = None
     dtype: torch.dtype = torch.float32
+
+    def of(self, dtype: torch.dtype) -> "Shape":
+        return replace(self, dtype=dtype)
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -57,6 +98,10 @@ class Sequence:
     v: Tensor
     blocks: list[int] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        return self.q.shape[0]
+
 
 @dataclass
 class Row:
@@ -75,6 +120,11 @@ class Bench:
         self.random = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(store.blocks, generator=self.random).tolist()
         backend.reserve(64, 4096, store.blocks)
+
+    @classmethod
+    def of(cls, shape: Shape, backend: str, blocks: int = 128) -> "Bench":
+        store = shape.store(blocks)
+        return cls(shape, make_backend(backend, shape.config(), store), store)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random, dtype=torch.float64).to(self.shape.dtype)
@@ -110,7 +160,7 @@ class Bench:
             slots=_int32(slots),
         )
 
-    def step(self, rows: list[Row], padding: int = 0) -> list[Tensor]:
+    def step(self, rows: list[Row], padding: int = 0, *, finite: bool = True) -> list[Tensor]:
         """Run one step on strided views of one fused tensor, as the model does; outputs by row.
 
         Padded tokens are NaN on the way in and must be finite on the way out.
@@ -132,15 +182,15 @@ class Bench:
         out = out[:, widths[0] :].unflatten(1, (-1, shape.head_dim))
         self.backend.plan(self.batch(rows))
         self.backend.forward(LAYER, q, k, v, out)
-        assert out.isfinite().all()
+        assert out.isfinite().all() or not finite
         return list(out[:tokens].split([row.count for row in rows]))
 
     def chunks(self, sequence: Sequence, count: int, neighbours: list[Sequence] | None = None) -> Tensor:
         """Compute a whole sequence, `count` tokens a step, among one-token rows of the neighbours."""
         outputs = []
-        length = sequence.q.shape[0]
+        length = sequence.length
         for step, start in enumerate(range(0, length, count)):
-            rows = [Row(other, step % other.q.shape[0], 1) for other in neighbours or []]
+            rows = [Row(other, step % other.length, 1) for other in neighbours or []]
             rows.append(Row(sequence, start, min(count, length - start)))
             outputs.append(self.step(rows)[-1])
         return torch.cat(outputs)
@@ -174,9 +224,10 @@ def expect(shape: Shape, row: Row, *, weight_roundoff: float) -> Expected:
     float32 (of which products of head_dim terms and sums of n terms lose at most that many times the sum of absolute
     values; Higham, Accuracy and Stability of Numerical Algorithms, section 3.1):
 
-    - a score is off by at most s = (head_dim + 8) u sum |q k| / sqrt(head_dim), a weight by a factor exp(s) before
-      normalisation, and by `weight_roundoff` where weights are rounded; the same weights normalise, so that such an
-      error r moves the output by at most 2 r sum w |v - o|;
+    - a score is off by at most s = (head_dim + 8) u sum |q k| / sqrt(head_dim), which changes a weight, before it is
+      normalised, by a factor within exp(+-s); rounding changes it by `weight_roundoff`. Where each weight carries a
+      relative error of at most r and the same weights normalise, the output moves by at most r / (1 - r) sum w |v - o|,
+      and that sum is at most the standard deviation of v under w;
     - the sums over positions, rescaled once in 64, lose (n + n / 16 + 16) u sum w |v|;
     - the output is rounded to the store's dtype.
     """
@@ -194,9 +245,10 @@ def expect(shape: Shape, row: Row, *, weight_roundoff: float) -> Expected:
 
     sizes = torch.einsum("thd,phd->htp", q.abs(), k.abs()).masked_fill(~visible, 0).amax(dim=-1) / shape.head_dim**0.5
     score_error = ((shape.head_dim + 8) * unit * sizes).expm1().T[:, :, None]
-    spread = torch.stack([torch.einsum("hp,phd->hd", weights[:, t], (v - output[t]).abs()) for t in range(row.count)])
+    spread = (torch.einsum("htp,phd->thd", weights, v * v) - output * output).clamp(min=0).sqrt()
     absolute = torch.einsum("htp,phd->thd", weights, v.abs())
     seen = visible.sum(dim=-1)[:, None, None]
-    bound = 2 * (score_error + weight_roundoff + 4 * unit) * spread + (seen * 17 / 16 + 16) * unit * absolute
+    weight_error = score_error + weight_roundoff + 4 * unit
+    bound = weight_error / (1 - weight_error) * spread + (seen * 17 / 16 + 16) * unit * absolute
     output_roundoff = torch.finfo(shape.dtype).eps / 2
     return Expected(output, bound * (1 + output_roundoff) + output_roundoff * output.abs())

@@ -1,0 +1,25 @@
+"""Which attention serves beside which kernels."""
+
+from octavo.kvcache.store import KVStore
+from octavo.model.attention import AttentionBackend
+from octavo.model.attention.cpu import CpuAttention
+from octavo.model.attention.fallback import TorchAttention
+from octavo.model.config import ModelConfig
+from octavo.model.kernels import Kernels
+from octavo.model.kernels.native import NativeKernels
+
+
+def load_attention(config: ModelConfig, store: KVStore, kernels: Kernels) -> AttentionBackend:
+    """Make the attention of a CPU: from the compiled library where `kernels` have one, else in torch.
+
+    Raises:
+        ValueError: a block size, head_dim or dtype that the compiled attention does not know.
+    """
+    if not isinstance(kernels, NativeKernels):
+        return TorchAttention(config, store)
+    return CpuAttention(config, store, kernels.library, attention_variant(kernels.name))
+
+
+def attention_variant(path: str) -> str:
+    """The copy of the attention kernel that belongs to a code path of the kernels: it has none for AMX."""
+    return "avx512_bf16" if path == "amx_bf16" else path
