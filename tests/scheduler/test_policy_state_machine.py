@@ -2,13 +2,14 @@
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.scheduling import BLOCK_SIZE, Driver, check, make_scheduler, submission
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import Submission
 
 CONTEXT = 24
+MAX_FLIGHTS = 3
 SHARED = (7, 3, 9, 9, 4, 1, 8, 2, 7, 7, 5, 6, 3, 3, 1, 2)
 
 prompts = st.builds(
@@ -28,8 +29,8 @@ parameters = st.builds(
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        blocks=st.integers(CONTEXT // BLOCK_SIZE, 14),
-        rows=st.integers(1, 4),
+        blocks=st.integers(CONTEXT // BLOCK_SIZE, 10),
+        rows=st.integers(2, 4),
         tokens=st.sampled_from([1, 3, 8, 64]),
         caching=st.sampled_from([True, True, False]),
     )
@@ -38,32 +39,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Submission] = {}
         self.aborted: set[int] = set()
 
-    @rule(prompt=prompts, max_tokens=st.integers(0, 12), params=parameters, salt=st.sampled_from([b"", b"", b"s"]))
+    @rule(
+        prompt=prompts,
+        max_tokens=st.sampled_from([0, 1, 4, CONTEXT]),
+        params=parameters,
+        salt=st.sampled_from([b"", b"", b"s"]),
+    )
     def arrive(self, prompt: tuple[int, ...], max_tokens: int, params: SamplingParams, salt: bytes) -> None:
         request = submission(len(self.requests), prompt, max_tokens, salt, params)
         self.requests[request.request] = request
         self.driver.add(request)
 
-    @precondition(lambda self: len(self.driver.flights) < 3)
     @rule()
     def launch(self) -> None:
+        if len(self.driver.flights) == MAX_FLIGHTS:
+            self.driver.land()
         step = self.driver.launch()
         if step is None and not self.driver.flights:
             assert not self.driver.scheduler.busy
 
-    @precondition(lambda self: self.driver.flights)
     @rule()
     def land(self) -> None:
-        self.driver.land()
+        if self.driver.flights:
+            self.driver.land()
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.requests)))
-        self.aborted.add(request)
-        self.driver.abort(request)
+    @rule(turns=st.integers(2, 8), ahead=st.integers(0, 2))
+    def go_on(self, turns: int, ahead: int) -> None:
+        for _ in range(turns):
+            step = self.driver.launch()
+            while self.driver.flights and (step is None or len(self.driver.flights) > ahead):
+                self.driver.land()
 
-    @precondition(lambda self: self.driver.flights)
+    @rule(request=st.integers(0, 9))
+    def abort(self, request: int) -> None:
+        if request in self.requests:
+            self.aborted.add(request)
+            self.driver.abort(request)
+
     @rule()
     def fail(self) -> None:
         self.driver.fail()
@@ -83,5 +95,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.transcripts[number].check(request, CONTEXT, aborted=number in self.aborted)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
