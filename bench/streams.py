@@ -64,7 +64,9 @@ def serving(model: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([OCTAVO, "serve", model, "--port", str(port)], env=dict(os.environ))
+    process = subprocess.Popen(
+        [OCTAVO, "serve", model, "--port", str(port), "--log-level", "warning"], env=dict(os.environ)
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
