@@ -133,9 +133,10 @@ class Daemon:
 
     def in_background(self, prompt: list[int], max_tokens: int, *, stream: bool = False) -> "Background":
         """Send a request and return once the engine computes it."""
+        before = self.running()
         background = Background(self, prompt, max_tokens, stream)
         background.start()
-        while f"{self.running()}" == "0":
+        while self.running() == before:
             assert background.is_alive()
             time.sleep(0.01)
         return background
