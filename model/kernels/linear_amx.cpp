@@ -10,7 +10,6 @@ namespace {
 
 constexpr int tile_rows = 16, tile_bytes = 64;
 constexpr int64_t panel_row_bytes = panel_width * 4;  // one k-pair of all columns
-constexpr int64_t prefetch_bytes = 8192;
 
 // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration".
 struct alignas(64) TileConfiguration {
@@ -52,12 +51,6 @@ struct TiledRows {
     }
 };
 
-// Fetch what lies prefetch_bytes ahead of one tile's depth of a panel: the hardware does not foresee tile loads well.
-inline void prefetch(const char* w) {
-    for (int64_t line = 0; line < tile_rows * panel_row_bytes; line += 64)
-        _mm_prefetch(w + prefetch_bytes + line, _MM_HINT_T0);
-}
-
 // sums [rows][64] for up to 16 rows: one tile of rows by four tiles of columns.
 void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
     const char* w = reinterpret_cast<const char*>(panel);
@@ -66,7 +59,6 @@ void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
     _tile_zero(2);
     _tile_zero(3);
     auto add = [&](const bf16* x, int64_t stride) {
-        prefetch(w);
         _tile_loadd(4, x, stride * 2);
         _tile_loadd(5, w, panel_row_bytes);
         _tile_dpbf16ps(0, 4, 5);
@@ -86,14 +78,20 @@ void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
     _tile_stored(3, sums + 48, panel_row_bytes);
 }
 
-// sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns.
+// sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns. There are
+// enough products here to fetch the same place of the next panel from memory meanwhile.
 void sum_high(const TiledRows& rows, const bf16* half_panel, float* sums) {
     const char* w = reinterpret_cast<const char*>(half_panel);
+    const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     auto add = [&](const bf16* x, int64_t stride) {
+        for (int64_t row = 0; row < tile_rows; row++) {
+            _mm_prefetch(w + panel_bytes + row * panel_row_bytes, _MM_HINT_T1);
+            _mm_prefetch(w + panel_bytes + row * panel_row_bytes + 64, _MM_HINT_T1);
+        }
         _tile_loadd(4, x, stride * 2);
         _tile_loadd(6, w, panel_row_bytes);
         _tile_dpbf16ps(0, 4, 6);

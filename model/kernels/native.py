@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.model.kernels.memory import WeightMemory
+
 PANEL_WIDTH = 64
 """Output columns that are packed together, as in linear.h."""
 TILE_DEPTH = 32
@@ -40,17 +42,24 @@ class PackedLinear:
     """A Linear whose weights lie in panels of 64 rows of W, see linear.h; one copy, made while loading."""
 
     def __init__(
-        self, library: ctypes.CDLL, variant: str, dtype: torch.dtype, out_features: int, in_features: int, *, bias: bool
+        self,
+        library: ctypes.CDLL,
+        variant: str,
+        memory: WeightMemory,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: bool,
     ) -> None:
-        """`variant` names the copy of the kernel, for example "avx2". Tensors are made on torch's default device."""
+        """`variant` names the copy of the kernel, for example "avx2"; shape: [out_features, in_features]."""
+        out_features, in_features = shape
         if out_features < 1 or in_features < 1:
             raise ValueError(f"a linear needs at least one row and column, got {out_features} x {in_features}")
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
         depth = in_features if dtype == torch.float32 else math.ceil(in_features / TILE_DEPTH) * TILE_DEPTH
-        allocate = torch.empty if depth == in_features else torch.zeros  # the padding takes part in products
-        self._weight = allocate(math.ceil(out_features / PANEL_WIDTH), depth, PANEL_WIDTH, dtype=dtype)
+        self._weight = memory.take(math.ceil(out_features / PANEL_WIDTH) * depth * PANEL_WIDTH, dtype)
         self._bias = torch.zeros(out_features, dtype=dtype) if bias else None
         self._usable = self._weight.is_cpu
         self._weights = _Weights(
@@ -144,6 +153,7 @@ class NativeKernels:
         self.dtype = dtype
         self.vector_variant = name if name in {"avx2", "plain"} else "avx512"
         """The copy of a kernel to use where it needs neither AMX nor bfloat16 instructions."""
+        self._memory = WeightMemory()
         suffix = f"{SUFFIXES[dtype]}_{self.vector_variant}"
         counts = (c_int64, c_int64)
         self._norm = _function(library, f"add_rms_norm_{suffix}", c_char_p, c_void_p, c_float, *counts)
@@ -156,7 +166,8 @@ class NativeKernels:
     def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> PackedLinear:
         """Make a Linear with uninitialised weights."""
         variant = self.name if self.dtype == torch.bfloat16 else self.vector_variant
-        return PackedLinear(self.library, variant, self.dtype, out_features, in_features, bias=bias)
+        shape = (out_features, in_features)
+        return PackedLinear(self.library, variant, self._memory, shape=shape, dtype=self.dtype, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
