@@ -29,7 +29,7 @@ TEXTS = [
     "I love pizza 🍕 and",
     "🎉🎉🎉 Happy birthday 👨‍👩‍👧‍👦 to",
     "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou are a poet.<|im_end|>\n<|im_start|>user\nA haiku, please.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nYou are a poet.<|im_end|>\n<|im_start|>user\nA haiku.<|im_end|>\n<|im_start|>assistant\n",
 ]
 
 LONG_TEXT = "\n\n".join(
