@@ -13,19 +13,22 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Step
 from octavo.scheduler.channel import Channel
-from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
+from octavo.scheduler.messages import EngineConfig, Ready
 from octavo.scheduler.policy import Limits, Scheduler
 from octavo.scheduler.process import prepare_process, serve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.fake_device import PendingStep, ScriptedRunner
+from support.scripted_engine import END, ready
 
 VOCABULARY = 49_152
-EOS = 2
+EOS = END
 SLOW = 777
 """A prompt that begins with this token is computed slowly and never ends by itself."""
 STEP_SECONDS = 0.01
@@ -57,27 +60,10 @@ def build(config: EngineConfig, stories: dict[int, list[int]]) -> tuple[Schedule
     blocks = config.kv_blocks or 1024
     limits = Limits(config.max_num_seqs or 8, 64, config.max_model_len or 2048, config.block_size)
     scheduler = Scheduler(BlockPool(blocks), PrefixHasher(config.block_size), limits, (EOS,))
-    ready = Ready(
-        architecture="Story",
-        parameters=0,
-        vocabulary=VOCABULARY,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_rows,
-        max_num_batched_tokens=limits.max_tokens,
-        block_size=config.block_size,
-        blocks=blocks,
-        kv_bytes_per_token=64,
-        eos_ids=(EOS,),
-        device="cpu",
-        dtype="bfloat16",
-        kernels="scripted",
-        memory=(MemoryLine(bucket="cache", planned=blocks * 1024, allocated=blocks * 1024),),
-        memory_budget=1 << 20,
-        batch_invariant=True,
-        batch_invariance_reason="nothing is computed",
-        load_seconds=0.0,
+    state = msgspec.structs.replace(
+        ready(config, blocks), architecture="Story", vocabulary=VOCABULARY, max_num_batched_tokens=limits.max_tokens
     )
-    return scheduler, StoryRunner(narrator(stories), VOCABULARY), ready
+    return scheduler, StoryRunner(narrator(stories), VOCABULARY), state
 
 
 def main() -> int:
