@@ -85,8 +85,10 @@ class Choice:
                     self.generation.abort("stop")
                     return self._delta(text, "stop", piece.stopped)
             if event.finish is not None:
-                text += self._release(self._text.finish()).text
-                return self._delta(text, event.finish, event.stop_id)
+                last = self._release(self._text.finish())
+                if last.stopped is not None:  # undecided while a longer stop string could still have completed
+                    return self._delta(text + last.text, "stop", last.stopped)
+                return self._delta(text + last.text, event.finish, event.stop_id)
         return self._delta(text) if text else None
 
     def _feed(self, event: TokenEvent) -> TextDelta:

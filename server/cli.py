@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from octavo.model.weights.headers import check_headers
+from octavo.model.weights.locate import locate
 from octavo.server import __version__
 from octavo.server.settings import add_arguments, resolve
 
@@ -75,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(parsed: argparse.Namespace) -> int:
     settings = resolve(vars(parsed), os.environ)
+    check_headers(locate(settings.engine.model), settings.engine.load_format)
     # Imported late: --help, --version and a wrong option need not wait for the whole server.
     import uvloop  # noqa: PLC0415
 

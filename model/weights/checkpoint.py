@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -13,20 +12,14 @@ from torch import Tensor
 from octavo.model.config import ModelConfig
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.destination import Destination
-from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_checkpoint import GGUFCheckpoint
+from octavo.model.weights.headers import check_format, check_shapes, source_of, tensor_shapes
 from octavo.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "Destination", "RandomCheckpoint", "load_weights", "open_checkpoint", "tensor_shapes"]
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
-
 SLICE_BYTES = 32 << 20
 """Upper bound of what is read at once, counted as float32: all that loading holds beside the model."""
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-HARMLESS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight")
-"""RoPE's frequencies: old checkpoints store them, and they follow from the configuration."""
 
 
 class Checkpoint(Protocol):
@@ -55,46 +48,10 @@ def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Che
 
     "random" reads the configuration alone and makes up the numbers, from the seed.
     """
-    if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load format {load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
+    check_format(path, load_format)
     if load_format == "random":
         return RandomCheckpoint(path, seed)
-    if load_format != ("safetensors" if path.is_dir() else "gguf") and load_format != "auto":
-        raise CheckpointError(f"{path}: not what load format {load_format!r} reads; choose auto")
     return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the architecture by its Hugging Face name; tied embeddings once, as the embedding."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocabulary, config.width)}
-    for layer in range(config.layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(config).items()}
-    shapes["model.norm.weight"] = (config.width,)
-    if not config.tied_embeddings:
-        shapes[HEAD] = (config.vocabulary, config.width)
-    return shapes
-
-
-def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, q_width, kv_width, ffn_width = config.width, config.q_width, config.kv_width, config.ffn_width
-    matrices = {
-        "self_attn.q_proj": (q_width, width, config.qkv_bias),
-        "self_attn.k_proj": (kv_width, width, config.qkv_bias),
-        "self_attn.v_proj": (kv_width, width, config.qkv_bias),
-        "self_attn.o_proj": (width, q_width, config.output_bias),
-        "mlp.gate_proj": (ffn_width, width, config.ffn_bias),
-        "mlp.up_proj": (ffn_width, width, config.ffn_bias),
-        "mlp.down_proj": (width, ffn_width, config.ffn_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (width,)
-    for name, (outputs, inputs, has_bias) in matrices.items():
-        shapes[f"{name}.weight"] = (outputs, inputs)
-        if has_bias:
-            shapes[f"{name}.bias"] = (outputs,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes
 
 
 class RandomCheckpoint:
@@ -138,8 +95,9 @@ def load_weights(
     The bytes are those of the model in the checkpoint's own dtype. Raises CheckpointError, before anything is read,
     where a tensor is missing, has another shape or is not expected.
     """
-    sources = {name: _source(checkpoint, name) for name in destinations}
-    _check(checkpoint, destinations, sources)
+    tied = checkpoint.config.tied_embeddings
+    expected = {name: destination.shape for name, destination in destinations.items()}
+    check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
     total = itemsize * sum(math.prod(destination.shape) for destination in destinations.values())
     done = 0
@@ -148,29 +106,6 @@ def load_weights(
         step = max(1, SLICE_BYTES // (4 * row_size))
         for first_row in range(0, rows, step):
             count = min(step, rows - first_row)
-            destination.load(first_row, checkpoint.read(sources[name], first_row, count))
+            destination.load(first_row, checkpoint.read(source_of(name, tied=tied), first_row, count))
             done += itemsize * count * row_size
             progress(done, total)
-
-
-def _source(checkpoint: Checkpoint, name: str) -> str:
-    """The tensor a destination is filled from: a tied head is the embedding, whatever else the file may hold."""
-    return EMBEDDING if name == HEAD and checkpoint.config.tied_embeddings else name
-
-
-def _check(checkpoint: Checkpoint, destinations: Mapping[str, Destination], sources: Mapping[str, str]) -> None:
-    for name, destination in destinations.items():
-        source = sources[name]
-        found = checkpoint.shapes.get(source)
-        if found is None:
-            raise _error(checkpoint, source, "is missing")
-        if found != destination.shape:
-            raise _error(checkpoint, source, f"has shape {list(found)}; expected {list(destination.shape)}")
-    for name in checkpoint.shapes:
-        tied_head = name == HEAD and checkpoint.config.tied_embeddings
-        if name not in destinations and not tied_head and not HARMLESS.fullmatch(name):
-            raise _error(checkpoint, name, "is not part of the architecture")
-
-
-def _error(checkpoint: Checkpoint, name: str, problem: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.files.get(name, checkpoint.path)}: tensor {name[:100]!r} {problem}")

@@ -11,21 +11,8 @@ from torch import Tensor
 from octavo.model.weights.configuration import gguf_config
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
+from octavo.model.weights.gguf_names import hugging_face_name
 
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -64,16 +51,6 @@ class GGUFCheckpoint:
         if self.config.architecture == "LlamaForCausalLM" and projection.endswith((".q_proj", ".k_proj")):
             return rows.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
         return rows
-
-
-def hugging_face_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays as it is."""
-    parts = name.split(".")
-    if len(parts) == 2 and parts[0] in NAMES:
-        return f"{NAMES[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{parts[3]}"
-    return name
 
 
 def _decode(data: npt.NDArray[np.uint8], kind: str) -> Tensor:

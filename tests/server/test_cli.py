@@ -89,10 +89,20 @@ def test_an_unknown_variable_is_exit_code_64() -> None:
     assert only_error(result) == "octavo: error: OCTAVO_PROT: there is no such setting; the nearest is OCTAVO_PORT"
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", str(Path(__file__).parent)])
+def test_a_model_that_cannot_be_loaded_is_refused_without_starting_an_engine(model: str) -> None:
+    code = f"import sys\nfrom octavo.server.cli import main\ncode = main(['serve', {model!r}])\n"
+    check = "sys.exit(code if 'torch' not in sys.modules and 'fastapi' not in sys.modules else 1)"
+    result = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=False)
+    assert result.returncode == 65, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert model in result.stderr
+
+
 def test_a_port_in_use_is_exit_code_73_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = octavo("serve", "/no/such/model", "--port", str(port))
+        result = octavo("serve", "--port", str(port))
     assert result.returncode == 73
     assert only_error(result).startswith(
         f"octavo: error: cannot listen on 127.0.0.1 port {port}: Address already in use"

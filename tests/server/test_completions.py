@@ -74,6 +74,7 @@ def test_b01_split_characters_never_reach_a_client_broken(live: Live, stories: S
         (["DEFGHIJ"], "Thought: dolor sit amet\nObservation: it ambles. ABC", "DEFGHIJ"),
         (["zzz", "amet", "dolor sit"], "Thought: ", "dolor sit"),
         (["never"], None, None),
+        (["HIJK", "IJ"], "Thought: dolor sit amet\nObservation: it ambles. ABCDEFGH", "IJ"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
