@@ -6,7 +6,7 @@ import torch
 
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryPlan
-from octavo.model.arena import arena_layout
+from octavo.model.arena_layout import arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.transformer import Transformer

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
-from octavo.model.arena import ActivationArena, arena_layout
+from octavo.model.arena import ActivationArena
+from octavo.model.arena_layout import arena_layout
 from octavo.model.attention import AttentionBackend
 from octavo.model.attention.load import load_attention
 from octavo.model.kernels import Kernels

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.model.arena import (
+from octavo.model.arena import ActivationArena
+from octavo.model.arena_layout import (
     BLOCK_POINTS,
-    ActivationArena,
     Area,
     ArenaLayout,
     arena_layout,

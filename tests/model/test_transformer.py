@@ -8,7 +8,8 @@ from support.checkpoints import tiny_model
 from support.runners import build, cpu_kernels, logits_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.model.arena import ActivationArena, arena_layout
+from octavo.model.arena import ActivationArena
+from octavo.model.arena_layout import arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.memory import weights_bytes
 from octavo.model.transformer import Transformer

@@ -1,0 +1,114 @@
+"""Where every tensor of a forward pass lies in the activation arena. Plain arithmetic: imports no torch.
+
+Each tensor is an *area*: so many rows of so many numbers, alive at some points of the pass. Two areas may share bytes
+when no point needs both, so the arena is as large as the fullest point and a step allocates nothing. The layout is
+arithmetic on shapes: the memory plan uses it before anything is loaded, and the arena is built from the same numbers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from octavo.model.config import ModelConfig
+
+ROW_PADDING: Final = 8
+"""Capacities are rounded up to this many rows: the largest `Kernels.row_multiple`."""
+
+_ALIGNMENT: Final = 64
+"""Bytes of a cache line and of an AVX-512 register."""
+
+_QKV, _ATTENTION, _OUTPUT, _GATE_UP, _SILU, _DOWN, _PICK, _HEAD = range(8)
+BLOCK_POINTS: Final = range(_QKV, _DOWN + 1)
+"""The products and fused operations of one block, in order; the two points of the LM head follow them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """One tensor [rows, columns] and the points of the pass at which its contents are needed."""
+
+    name: str
+    rows: int
+    columns: int
+    element_bytes: int
+    points: frozenset[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Size, rounded up to the alignment."""
+        return -(-self.rows * self.columns * self.element_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Where each area begins, in bytes, and how many bytes hold them all."""
+
+    areas: dict[str, Area]
+    offsets: dict[str, int]
+    bytes: int
+
+
+def padded(rows: int) -> int:
+    """Round a number of rows up to the row padding."""
+    return -(-rows // ROW_PADDING) * ROW_PADDING
+
+
+def load(areas: Iterable[Area], points: Iterable[int]) -> int:
+    """Bytes needed at the fullest of the given points: no layout can do with fewer."""
+    areas = tuple(areas)
+    return max(sum(area.nbytes for area in areas if point in area.points) for point in points)
+
+
+def step_areas(config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int) -> tuple[Area, ...]:
+    """All tensors of a forward pass over max_tokens tokens, of which max_rows at a time meet the LM head.
+
+    `to_attention` and `to_feed_forward` are the normed spine; the branches leave their results in the same bytes, from
+    where they are added to the spine. SiLU(gate) * up overwrites the gate half, so it needs no area. The logits are
+    float32 straight from the product: 4V bytes a row where a half-precision product and its copy would take 6V. The
+    last norm's output outlives a slice of logits, since a scored prompt takes several slices.
+
+    The order is that of placement. The longest-lived come first, `to_feed_forward` right after the area whose bytes it
+    takes over, so that no gap is left between them.
+    """
+    tokens, rows = padded(max_tokens), padded(max_rows)
+    whole_pass = range(_HEAD + 1)
+
+    def activation(name: str, columns: int, points: Iterable[int]) -> Area:
+        return Area(name, tokens, columns, element_bytes, frozenset(points))
+
+    return (
+        Area("tokens", tokens, 1, 4, frozenset(whole_pass)),
+        Area("positions", tokens, 1, 4, frozenset(whole_pass)),
+        activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD)),
+        activation("to_feed_forward", config.width, (_OUTPUT, _GATE_UP)),
+        activation("spine", config.width, BLOCK_POINTS),
+        activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)),
+        activation("qkv", config.q_width + 2 * config.kv_width, (_QKV, _ATTENTION)),
+        activation("attended", config.q_width, (_ATTENTION, _OUTPUT)),
+        Area("picked", rows, config.width, element_bytes, frozenset((_PICK, _HEAD))),
+        Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD,))),
+    )
+
+
+def arena_layout(config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int) -> ArenaLayout:
+    """Place the areas in the order they are listed, each at the lowest offset free at all of its points.
+
+    For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
+    size is the load of the fullest point.
+    """
+    areas = step_areas(config, max_tokens, max_rows, element_bytes)
+    offsets: dict[str, int] = {}
+    for area in areas:
+        rivals = [other for other in areas if other.name in offsets and other.points & area.points]
+        offsets[area.name] = _first_fit(area.nbytes, [(offsets[other.name], other.nbytes) for other in rivals])
+    end = max(offsets[area.name] + area.nbytes for area in areas)
+    return ArenaLayout({area.name: area for area in areas}, offsets, end)
+
+
+def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:
+    """Lowest offset at which `size` bytes touch none of the taken (offset, size) ranges."""
+    offset = 0
+    for start, length in sorted(taken):
+        if offset + size <= start:
+            break
+        offset = max(offset, start + length)
+    return offset
