@@ -1,7 +1,7 @@
 """The operators of the CPU library, called through ctypes.
 
 The C++ side trusts its arguments, so every tensor is checked here: a wrong one raises ValueError before anything runs.
-Calls cost one or two microseconds each and release the GIL.
+Calls release the GIL.
 """
 
 import ctypes
