@@ -117,9 +117,9 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         seeds = _seeds(prepared)
         writer = CompletionWriter(head, service.tokenizer, seeds, logprobs=body.logprobs is not None)
         if body.echo:
+            echoes = [Echo.of(service.tokenizer, *pair) for pair in zip(prepared.prompts, body.prompt, strict=True)]
             for index in range(len(seeds)):
-                prompt = index // prepared.choices
-                writer.echo(index, Echo.of(service.tokenizer, prepared.prompts[prompt], body.prompt[prompt]))
+                writer.echo(index, echoes[index // prepared.choices])
         return await _answer(service, request, body, prepared, writer)
 
     @app.post("/v1/chat/completions", tags=["generate"], summary="Continue a conversation")

@@ -125,14 +125,14 @@ async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, 
         async for delta in choices[0].deltas():
             yield choices[0], delta
         return
-    queue: asyncio.Queue[tuple[Choice, Delta] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Choice, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(choice: Choice) -> None:
         try:
             async for delta in choice.deltas():
                 queue.put_nowait((choice, delta))
             queue.put_nowait(None)
-        except APIError as error:
+        except Exception as error:  # whatever it is, the reader must hear of it: it would wait for ever
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(choice)) for choice in choices]
@@ -140,7 +140,7 @@ async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, 
         open_choices = len(choices)
         while open_choices:
             item = await queue.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 open_choices -= 1
