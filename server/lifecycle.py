@@ -23,6 +23,9 @@ from octavo.server.tokenizer import Tokenizer, load_tokenizer
 KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
 
+DRAIN_POLL_SECONDS = 0.05
+"""How often a server that shuts down looks whether the last request has ended."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +63,7 @@ def _bind_error(host: str, port: int, error: OSError) -> BindError:
 class Daemon:
     """Runs the engine and serves HTTP until a signal or the end of the engine.
 
-    The first SIGINT or SIGTERM lets running requests finish, a second one ends everything at once, as does the first
+    The first SIGINT or SIGTERM lets running requests finish, while new ones are answered 503; a second one ends everything at once, as does the first
     one while the model is still being loaded.
     """
 
@@ -125,10 +128,16 @@ class Daemon:
             for wait in waits:
                 wait.cancel()
         service.draining = True
-        server.should_exit = True
         if self._drain.is_set() and client.live:
             _log.info("shutting down: %d requests may run for up to %g s more", client.live, timeout)
-        await asyncio.sleep(timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                # The listener stays open meanwhile, so that a router hears 503 instead of a reset connection.
+                while client.live and client.alive:
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+                server.should_exit = True
+                await asyncio.sleep(math.inf)  # until serving ends, which cancels this task
+        server.should_exit = True
         await client.close()  # what still runs ends with an error
 
 

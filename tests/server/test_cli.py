@@ -224,11 +224,12 @@ def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones(numb
         engine = daemon.engine()
         request = daemon.in_background([5, 6], 150)
         daemon.process.send_signal(number)
-        while True:
-            try:
-                assert httpx.get(f"{daemon.url}/health").status_code in {200, 503}
-            except httpx.ConnectError:
-                break
+        while (health := httpx.get(f"{daemon.url}/health")).status_code == 200:
+            assert request.is_alive()
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        refused = daemon.request([7], 1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["Retry-After"]) >= 1
         assert request.is_alive()
         response = request.result()
         assert daemon.wait() == 0
