@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.model.draw import draw, draw_truncated, most_likely, take_rows
+from octavo.model.draw import draw, draw_truncated, largest, most_likely, take_rows
 from octavo.model.philox import uniforms
 from octavo.model.slots import IntArray, Records, SlotTable
 from octavo.model.step import RowResult, TokenLogprobs
@@ -113,7 +113,7 @@ class Sampler:
         result = self._empty(records["logprobs"])
         if _greedy(records).all() and not _edited(records, positions).any() and not result.asked:
             result.failed.copy_(_not_finite(logits))
-            result.tokens.copy_(logits.argmax(dim=1))
+            result.tokens.copy_(largest(logits))
         else:
             for part in self._parts(len(slots)):
                 self._sample_part(logits[part], slots[part], positions[part], result.part(part))
@@ -157,7 +157,7 @@ class Sampler:
         raw_logprobs = take_rows(logits, result.asked).log_softmax(dim=1)
         for row in np.flatnonzero(_edited(records, positions)).tolist():
             self._edit(logits[row], int(slots[row]), int(positions[row]))
-        chosen = logits.argmax(dim=1)
+        chosen = largest(logits)
         # Biases and masks can forbid every token; then the largest logit is minus infinity.
         result.failed.logical_or_(~logits.gather(1, chosen[:, None])[:, 0].isfinite())
         drawn, truncated, floored = ~_greedy(records), _truncated(records, self._vocabulary), records["min_p"] > 0

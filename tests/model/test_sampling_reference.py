@@ -55,7 +55,7 @@ def test_every_parameter_agrees_with_the_definition(data: st.DataObject, vocabul
     check(random_logits(np.random.default_rng(seed), len(batch), vocabulary), batch)
 
 
-@pytest.mark.parametrize("vocabulary", [100, 257, 1000, 5000])
+@pytest.mark.parametrize("vocabulary", [100, 1023, 1025, 5000])
 def test_truncation_agrees_with_the_definition_however_many_tokens_it_keeps(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     batch = [
@@ -63,7 +63,7 @@ def test_truncation_agrees_with_the_definition_however_many_tokens_it_keeps(voca
             SamplingParams(
                 temperature=float(rng.choice([1e-4, 0.5, 1.0, 3.0])),
                 top_p=float(rng.choice([0.05, 0.55, 0.93, 0.999, 1.0])),
-                top_k=int(rng.choice([0, 0, 2, 50, 255, 256, 257, 4096, vocabulary - 1])) % vocabulary,
+                top_k=int(rng.choice([0, 0, 2, 50, 1023, 1024, 1025, 4096, vocabulary - 1])) % vocabulary,
                 min_p=float(rng.choice([0.0, 0.0, 1e-4, 0.1])),
                 seed=int(rng.integers(2**63)),
             )
@@ -78,7 +78,7 @@ def test_truncation_agrees_with_the_definition_where_hundreds_of_logits_are_equa
     rng = np.random.default_rng(0)
     logits = rng.integers(0, 3, size=(120, 2000)).astype(np.float32)
     batch = [
-        Case(SamplingParams(top_k=int(rng.choice([0, 3, 100, 255, 256, 300])), top_p=float(top_p), seed=int(seed)))
+        Case(SamplingParams(top_k=int(rng.choice([0, 3, 100, 1023, 1024, 1500])), top_p=float(top_p), seed=int(seed)))
         for top_p, seed in zip(rng.uniform(0.01, 1, 120), rng.integers(2**63, size=120), strict=True)
     ]
     assert check(logits, batch) >= 118
