@@ -1,9 +1,12 @@
 """Attention on a CPU with the kernels of paged_attention.cpp."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_void_p
+from struct import Struct
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kvcache.store import KVStore
@@ -14,6 +17,9 @@ TILE = 48
 """Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.cpp."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**31 - 1
+
+_operands = Struct("8q").pack
+"""Mirrors `Operands` in paged_attention.cpp: addresses and token strides of q, k, v and out."""
 
 
 class Plan(ctypes.Structure):
@@ -58,8 +64,9 @@ class CpuAttention:
         self._blocks = store.blocks
         self._positions = store.blocks * layout.block_size
         self._dtype = store.data.dtype
-        self._heads = [layout.kv_heads * (config.heads // config.kv_heads), layout.head_dim]
-        self._kv_heads = [layout.kv_heads, layout.head_dim]
+        self._heads = layout.kv_heads * (config.heads // config.kv_heads)
+        self._kv_heads = layout.kv_heads
+        self._head_dim = layout.head_dim
         self._plan = Plan(
             kv_heads=layout.kv_heads,
             group=config.heads // config.kv_heads,
@@ -68,11 +75,10 @@ class CpuAttention:
             window=UNLIMITED if config.sliding_window is None else config.sliding_window,
             scale=layout.head_dim**-0.5,
         )
-        self._plan_reference = ctypes.byref(self._plan)
-        self._planned: tuple[AttentionBatch, Tensor] | None = None
+        self._plan_address = ctypes.addressof(self._plan)
+        self._planned: tuple[AttentionBatch, NDArray[np.int32]] | None = None
         self._kernel = library[f"paged_attention_{SUFFIXES[self._dtype]}_{variant}"]
-        views = (c_void_p, c_int64) * 4
-        self._kernel.argtypes = (c_void_p, c_void_p, c_void_p, *views, c_int32)
+        self._kernel.argtypes = (c_void_p, c_void_p, c_void_p, c_char_p, c_int32)
         self._kernel.restype = None
 
     def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:  # noqa: ARG002
@@ -85,17 +91,17 @@ class CpuAttention:
         Raises:
             ValueError: a block that the store does not have.
         """
-        for places, count in ((batch.block_indices, self._blocks), (batch.slots, self._positions)):
-            first, last = places.aminmax()
-            if first < 0 or last >= count:
+        # NumPy's calls cost a fraction of torch's on arrays this small.
+        for places, count in ((batch.block_indices.numpy(), self._blocks), (batch.slots.numpy(), self._positions)):
+            if places.min() < 0 or places.max() >= count:
                 raise ValueError(f"a block outside the store's 0 .. {self._blocks - 1}")
-        tiles = (batch.query_indptr.diff() * self._plan.group + (TILE - 1)) // TILE
-        tile_indptr = torch.zeros(batch.rows + 1, dtype=torch.int32)
-        torch.cumsum(tiles, dim=0, dtype=torch.int32, out=tile_indptr[1:])
+        tiles = (np.diff(batch.query_indptr.numpy()) * self._plan.group + (TILE - 1)) // TILE
+        tile_indptr = np.zeros(batch.rows + 1, dtype=np.int32)
+        np.cumsum(tiles, out=tile_indptr[1:])
         self._planned = (batch, tile_indptr)  # keeps their memory while the kernel points to it
         plan = self._plan
         plan.rows, plan.tokens = batch.rows, batch.tokens
-        plan.tile_indptr = tile_indptr.data_ptr()
+        plan.tile_indptr = tile_indptr.ctypes.data
         for name in ("query_indptr", "kv_lengths", "block_indptr", "block_indices", "slots"):
             setattr(plan, name, getattr(batch, name).data_ptr())
 
@@ -107,35 +113,31 @@ class CpuAttention:
         """
         if self._planned is None:
             raise RuntimeError("forward without a plan")
-        self._check(q, self._heads)
-        self._check(k, self._kv_heads)
-        self._check(v, self._kv_heads)
-        self._check(out, self._heads)
-        keys, values = self._layers[layer]
-        self._kernel(
-            self._plan_reference,
-            keys,
-            values,
-            q.data_ptr(),
-            q.stride(0),
-            k.data_ptr(),
-            k.stride(0),
-            v.data_ptr(),
-            v.stride(0),
-            out.data_ptr(),
-            out.stride(0),
-            out.shape[0],
+        operands = _operands(
+            *self._view(q, self._heads),
+            *self._view(k, self._kv_heads),
+            *self._view(v, self._kv_heads),
+            *self._view(out, self._heads),
         )
+        keys, values = self._layers[layer]
+        self._kernel(self._plan_address, keys, values, operands, out.shape[0])
 
-    def _check(self, tensor: Tensor, heads: list[int]) -> None:
-        tokens, *shape = tensor.shape
-        if tensor.dtype is not self._dtype or tokens < self._plan.tokens or shape != heads or not tensor.is_cpu:
-            raise ValueError(
-                f"expected {self._dtype} [{self._plan.tokens} or more, {heads[0]}, {heads[1]}] on the CPU, "
-                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            )
-        if tensor.stride(2) != 1 or (heads[0] > 1 and tensor.stride(1) != heads[1]):
-            raise ValueError(f"the heads of a token must be contiguous, got strides {tensor.stride()}")
+    def _view(self, tensor: Tensor, heads: int) -> tuple[int, int]:
+        """Check a tensor [tokens, heads, head_dim]; return its address and the stride of its tokens."""
+        shape, stride, head_dim = tensor.shape, tensor.stride(), self._head_dim
+        if tensor.dtype is not self._dtype or not tensor.is_cpu or len(shape) != 3:
+            raise self._unexpected(tensor, heads)
+        if shape[0] < self._plan.tokens or shape[1] != heads or shape[2] != head_dim:
+            raise self._unexpected(tensor, heads)
+        if stride[2] != 1 or (heads > 1 and stride[1] != head_dim):
+            raise ValueError(f"the heads of a token must be contiguous, got strides {stride}")
+        return tensor.data_ptr(), stride[0]
+
+    def _unexpected(self, tensor: Tensor, heads: int) -> ValueError:
+        return ValueError(
+            f"expected {self._dtype} [{self._plan.tokens} or more, {heads}, {self._head_dim}] on the CPU, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
 
 
 def _validate(store: KVStore) -> None:

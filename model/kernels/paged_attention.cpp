@@ -129,7 +129,7 @@ struct Plan {
     float scale;     // of the scores
 };
 
-// [tokens, heads, head_dim], its rows token_stride elements apart.
+// [tokens, heads, head_dim], its tokens token_stride elements apart.
 template <class Element>
 struct View {
     Element* data;
@@ -344,31 +344,36 @@ void attend_tile(const Layer<Type>& layer, int tile_number, int head, View<const
     Tile<Type>(layer, row, head, first, left < TILE ? left : TILE).attend(q, out);
 }
 
+// q, out: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+template <class Type>
+struct Operands {
+    View<const typename Type::Element> q, k, v;
+    View<typename Type::Element> out;
+};
+
 // Appends K and V of all tokens, then attends; out's rows from plan.tokens up to out_tokens become zero.
 template <class Type>
-void forward(const Layer<Type>& layer, View<const typename Type::Element> q, View<const typename Type::Element> k,
-             View<const typename Type::Element> v, View<typename Type::Element> out, int out_tokens) {
+void forward(const Layer<Type>& layer, const Operands<Type>& operands, int out_tokens) {
     const Plan& plan = layer.plan;
     parallel_for(plan.tokens, APPEND_TOKENS, [&](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++) append(layer, token, k, v);
+        for (int64_t token = begin; token < end; token++) append(layer, token, operands.k, operands.v);
     });
     parallel_for(int64_t(plan.tile_indptr[plan.rows]) * plan.kv_heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t unit = begin; unit < end; unit++)
-            attend_tile(layer, unit / plan.kv_heads, unit % plan.kv_heads, q, out);
+            attend_tile(layer, unit / plan.kv_heads, unit % plan.kv_heads, operands.q, operands.out);
     });
     const size_t bytes = sizeof(typename Type::Element) * plan.kv_heads * plan.group * plan.head_dim;
     for (int token = plan.tokens; token < out_tokens; token++)
-        std::memset(out.data + token * out.token_stride, 0, bytes);
+        std::memset(operands.out.data + token * operands.out.token_stride, 0, bytes);
 }
 
 }  // namespace
 
-// q, out: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; strides in elements. keys and values: one layer.
-#define OCTAVO_PAGED_ATTENTION(NAME, TYPE)                                                                           \
-    OCTAVO_KERNEL(NAME)(const Plan* plan, TYPE::Element* keys, TYPE::Element* values, const TYPE::Element* q,         \
-                        int64_t q_stride, const TYPE::Element* k, int64_t k_stride, const TYPE::Element* v,           \
-                        int64_t v_stride, TYPE::Element* out, int64_t out_stride, int32_t out_tokens) {               \
-        forward<TYPE>({*plan, keys, values}, {q, q_stride}, {k, k_stride}, {v, v_stride}, {out, out_stride}, out_tokens); \
+// keys and values: those of one layer.
+#define OCTAVO_PAGED_ATTENTION(NAME, TYPE)                                                          \
+    OCTAVO_KERNEL(NAME)(const Plan* plan, TYPE::Element* keys, TYPE::Element* values,               \
+                        const Operands<TYPE>* operands, int32_t out_tokens) {                       \
+        forward<TYPE>({*plan, keys, values}, *operands, out_tokens);                                \
     }
 
 OCTAVO_PAGED_ATTENTION(paged_attention_bf16, BFloat16)
