@@ -1,15 +1,20 @@
-"""What a model takes in memory, from its shapes alone: nothing is loaded, nothing large is allocated."""
+"""What a model takes in memory, from its shapes alone: nothing is loaded, and no torch is imported.
 
-from dataclasses import dataclass
+The server allocates what these functions say, so its ledger equals a plan made elsewhere to the byte.
+"""
 
-import torch
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryPlan
-from octavo.model.arena_layout import arena_layout
+from octavo.model.arena_layout import arena_layout, padded
 from octavo.model.config import ModelConfig
-from octavo.model.kernels import Kernels
-from octavo.model.transformer import Transformer
+from octavo.model.kernels.packing import packed_elements
+from octavo.model.weights.errors import CheckpointError
+
+_FLOAT32 = 4
+_INT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +35,119 @@ class RunnerLimits:
     @property
     def slot_bytes(self) -> int:
         """Token ids kept on the device: an int32 for every position of every slot, and one for the last sample."""
-        return 4 * self.max_rows * (self.max_model_len + 1)
+        return _INT32 * self.max_rows * (self.max_model_len + 1)
 
 
-def plan_memory(
-    config: ModelConfig, kernels: Kernels, dtype: torch.dtype, limits: RunnerLimits, budget: int
-) -> MemoryPlan:
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a device keeps numbers, in bytes for each, and how a model is divided among devices."""
+
+    activations: int
+    """Also norms, biases, the embedding and the LM head."""
+    matrices: int
+    """Of the blocks. 1 is an 8-bit float, with a float32 scale for every output row."""
+    cache: int
+    panels: bool = False
+    """Whether matrices are padded to the panels of the compiled kernels (`Kernels.panels`)."""
+    ranks: int = 1
+    """Degree of tensor parallelism: devices that share one model."""
+    workspaces: int = 0
+    """Bytes that libraries are given to work in."""
+
+    @classmethod
+    def of(cls, element_bytes: int, *, panels: bool) -> "Formats":
+        """One type of number for everything, on one device: what this version serves."""
+        return cls(element_bytes, element_bytes, element_bytes, panels)
+
+
+def plan_memory(config: ModelConfig, formats: Formats, limits: RunnerLimits, budget: int) -> MemoryPlan:
     """Plan the three buckets of one device.
 
-    The attention backends of a CPU reserve no workspaces, so none are planned. Before the number of blocks is decided,
-    a plan with none of them tells how much of a budget is taken (`MemoryPlan.fixed`).
+    Before the number of blocks is decided, a plan with none of them tells how much of a budget is taken
+    (`MemoryPlan.fixed`).
     """
-    layout = kv_layout(config, limits.block_size, dtype)
-    arena = arena_layout(config, limits.max_tokens, limits.max_rows, dtype.itemsize)
     return MemoryPlan(
-        weights=weights_bytes(config, kernels, dtype, limits.max_model_len),
-        activations=arena.bytes + limits.slot_bytes,
-        block_bytes=layout.block_bytes,
+        weights=weights_bytes(config, formats),
+        activations=sum(activation_lines(config, formats, limits).values()),
+        block_bytes=kv_layout(rank_shape(config, formats.ranks), limits.block_size, formats.cache).block_bytes,
         blocks=limits.blocks,
         budget=budget,
     )
 
 
-def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Shape of the cache of a model."""
-    return KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, dtype.itemsize)
+def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits) -> dict[str, int]:
+    """The parts of the activations' bucket, in bytes.
 
-
-def weights_bytes(config: ModelConfig, kernels: Kernels, dtype: torch.dtype, max_model_len: int) -> int:
-    """Bytes of the matrices as the kernels pack them, the norms, and the RoPE table of max_model_len positions.
-
-    They are those of the real model, made where tensors have shapes and no memory.
+    With tensor parallelism every rank computes its share of the logits in its arena and gathers all of them beside it.
     """
-    meta = torch.device("meta")
-    with meta:
-        return Transformer(config, kernels, dtype=dtype, device=meta, max_positions=max_model_len).weights_nbytes
+    rank = rank_shape(config, formats.ranks)
+    lines = {
+        "arena": arena_layout(rank, limits.max_tokens, limits.max_rows, formats.activations).bytes,
+        "token ids of all slots": limits.slot_bytes,
+        "RoPE table": rope_bytes(config, limits.max_model_len),
+    }
+    if formats.ranks > 1:
+        lines["gathered logits"] = _FLOAT32 * padded(limits.max_rows) * config.vocabulary
+    if formats.workspaces:
+        lines["workspaces"] = formats.workspaces
+    return lines
+
+
+def rope_bytes(config: ModelConfig, positions: int) -> int:
+    """Cosines and sines of all positions, float32 [positions, head_dim]."""
+    return _FLOAT32 * positions * config.head_dim
+
+
+def kv_layout(config: ModelConfig, block_size: int, element_bytes: int) -> KVLayout:
+    """Shape of the cache of a model."""
+    return KVLayout(config.layers, config.kv_heads, config.head_dim, block_size, element_bytes)
+
+
+def rank_shape(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The shapes of one rank of a model that is divided by Megatron's scheme (Shoeybi et al., 2019).
+
+    Each has its heads, its columns of gate, up and down, and its rows of the vocabulary, the last rank's padded; the
+    spine and the norms are whole on all. Raises CheckpointError where the heads or the columns do not divide.
+    """
+    for name, count in (("attention heads", config.heads), ("KV heads", config.kv_heads), ("FFN", config.ffn_width)):
+        if count % ranks:
+            what = f"the FFN width of {count}" if name == "FFN" else f"{count} {name}"
+            raise CheckpointError(f"{what} cannot be divided among {ranks} devices: choose a number that divides it")
+    return replace(
+        config,
+        heads=config.heads // ranks,
+        kv_heads=config.kv_heads // ranks,
+        ffn_width=config.ffn_width // ranks,
+        vocabulary=-(-config.vocabulary // ranks),
+    )
+
+
+def weights_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of one rank's matrices as they are stored, biases and norms. Tied embeddings count once."""
+    rank = rank_shape(config, formats.ranks)
+    tables = (1 if config.tied_embeddings else 2) * _matrix_bytes(rank.vocabulary, rank.width, formats, in_block=False)
+    block = sum(
+        _matrix_bytes(outputs, inputs, formats) + has_bias * outputs * formats.activations
+        for outputs, inputs, has_bias in _fused_matrices(rank)
+    )
+    block += block_norms(config) * formats.activations
+    return tables + config.layers * block + config.width * formats.activations
+
+
+def block_norms(config: ModelConfig) -> int:
+    """Parameters in the norms of a block."""
+    return 2 * config.width + 2 * config.head_dim * config.qk_norm
+
+
+def _fused_matrices(config: ModelConfig) -> Iterator[tuple[int, int, bool]]:
+    """Output rows, input columns and bias of a block's matrices, as `Block` makes them."""
+    yield config.q_width + 2 * config.kv_width, config.width, config.qkv_bias
+    yield config.width, config.q_width, config.output_bias
+    yield 2 * config.ffn_width, config.width, config.ffn_bias
+    yield config.width, config.ffn_width, config.ffn_bias
+
+
+def _matrix_bytes(outputs: int, inputs: int, formats: Formats, *, in_block: bool = True) -> int:
+    element_bytes = formats.matrices if in_block else formats.activations
+    elements = packed_elements(outputs, inputs, element_bytes) if formats.panels else outputs * inputs
+    return elements * element_bytes + (_FLOAT32 * outputs if element_bytes == 1 else 0)

@@ -171,7 +171,7 @@ def build_runner(
     progress hears bytes loaded and bytes in all. Raises CheckpointError, or MemoryError beyond the ledger's plan.
     """
     config, device = checkpoint.config, torch.device("cpu")
-    layout = kv_layout(config, limits.block_size, dtype)
+    layout = kv_layout(config, limits.block_size, dtype.itemsize)
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len)
     ledger.allocate("weights", model.weights_nbytes)
     store = KVStore(layout, limits.blocks, dtype, device)
@@ -183,7 +183,7 @@ def build_runner(
         limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
     )
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
-    ledger.allocate("activations", arena.nbytes + slots.tokens.nbytes + workspaces)
+    ledger.allocate("activations", arena.nbytes + slots.tokens.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
     ledger.use("weights", model.weights_nbytes)
     sampler = Sampler(config.vocabulary, slots, limits.max_rows)

@@ -150,13 +150,14 @@ class Transformer:
         self.blocks = [Block(config, kernels, dtype, device) for _ in range(config.layers)]
         self.final_norm = RMSNorm(kernels, config.width, config.norm_epsilon, dtype, device)
         self.rope = rope_table(config, max_positions).to(device)
+        """A table of every forward, counted with the activations."""
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of everything that never changes: matrices (tied ones once), norms and the RoPE table."""
+        """Bytes of everything that never changes: matrices (tied ones once) and norms."""
         norms = [self.final_norm, *(norm for block in self.blocks for norm in block.norms())]
         parts = [linear.nbytes for linear in self.linears()]
-        return sum(parts) + sum(norm.weight.nbytes for norm in norms) + self.rope.nbytes
+        return sum(parts) + sum(norm.weight.nbytes for norm in norms)
 
     def linears(self) -> list[Linear]:
         """All matrices, each once."""
@@ -173,21 +174,36 @@ class Transformer:
         found.update([_vector("model.norm.weight", self.final_norm)])
         return found
 
-    def forward(self, arena: ActivationArena, tokens: int, attention: AttentionBackend) -> None:
+    def forward(
+        self,
+        arena: ActivationArena,
+        tokens: int,
+        attention: AttentionBackend,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Run the tokens in the arena's areas `tokens` and `positions` through all blocks.
 
         The number of tokens includes padding up to the kernels' row multiple. What meets the LM head, the final norm
         of the spine, is left in the area `to_attention`. Each addition to the spine is fused with the norm after it:
         the second one of a block with the first norm of the block above.
+
+        observe hears everything that is ever added to the spine, [tokens, width] and before it is added: first the
+        embedding, then the contributions of each block's two branches. The tensor is a view that is overwritten later.
         """
         step = Activations.of(arena, self.config, tokens)
         self.embedding.gather(arena.view("tokens", tokens)[:, 0], out=step.spine)
+        if observe is not None:
+            observe(step.spine)
         self.blocks[0].attention_norm(step.spine, out=step.to_attention)
         norms_above = [*(block.attention_norm for block in self.blocks[1:]), self.final_norm]
         for layer, (block, norm_above) in enumerate(zip(self.blocks, norms_above, strict=True)):
             block.attention_branch(layer, self.rope, attention, step)
+            if observe is not None:
+                observe(step.to_feed_forward)
             block.feed_forward_norm.add(step.spine, step.to_feed_forward, out=step.to_feed_forward)
             block.feed_forward_branch(step)
+            if observe is not None:
+                observe(step.to_attention)
             norm_above.add(step.spine, step.to_attention, out=step.to_attention)
 
     def logits(self, arena: ActivationArena, rows: Tensor) -> Tensor:

@@ -12,16 +12,18 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
-from octavo.model.kernels.load import available_cores, load_kernels
-from octavo.model.memory import RunnerLimits, kv_layout, plan_memory
+from octavo.model.kernels.cores import available_cores
+from octavo.model.kernels.load import load_kernels
+from octavo.model.memory import Formats, kv_layout
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
 from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
+from octavo.scheduler.planning import Machine, plan_engine, runner_limits
 from octavo.scheduler.policy import Limits, Scheduler
-from octavo.scheduler.sizing import ConfigurationError, resolve_limits, size_pool, usable_memory
+from octavo.scheduler.sizing import ConfigurationError, usable_memory
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def load(config: EngineConfig) -> tuple[Scheduler, ModelRunner, Ready]:
     dtype = choose_dtype(config.dtype)
     engine = _plan(config, checkpoint.config, dtype, _choose_kernels(dtype))
     ledger = MemoryLedger(engine.plan)
-    limits = _runner_limits(engine.limits, engine.plan.blocks)
+    limits = runner_limits(engine.limits, engine.plan.blocks)
     runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, loading_progress("loading weights"))
     invariance = check_batch_invariance(runner.model)
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
@@ -86,24 +88,16 @@ def _choose_kernels(dtype: torch.dtype) -> Kernels:
 
 def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> _Engine:
     """Decide the limits and the size of the pool, before anything large is allocated."""
-    limits = resolve_limits(config, max_context=model.max_context, on_gpu=False, cores=available_cores())
-    usable = usable_memory()
-
-    def plan(limits: Limits, blocks: int) -> MemoryPlan:
-        return plan_memory(model, kernels, dtype, _runner_limits(limits, blocks), budget=config.memory or usable)
-
-    blocks, fitting = size_pool(config, limits, plan(limits, 0), usable=usable)
-    if fitting != limits:
+    machine = Machine(usable=usable_memory(), cores=available_cores())
+    plan = plan_engine(config, model, Formats.of(dtype.itemsize, panels=kernels.panels), machine)
+    wanted = config.max_model_len or model.max_context
+    if plan.limits.max_model_len != wanted:
         _log.warning(
             "--max-model-len is lowered from %d to %d tokens, which is what the KV cache holds",
-            limits.max_model_len,
-            fitting.max_model_len,
+            wanted,
+            plan.limits.max_model_len,
         )
-    return _Engine(model, kernels, dtype, fitting, plan(fitting, blocks))
-
-
-def _runner_limits(limits: Limits, blocks: int) -> RunnerLimits:
-    return RunnerLimits(limits.max_model_len, limits.max_rows, limits.max_tokens, limits.block_size, blocks)
+    return _Engine(model, kernels, dtype, plan.limits, plan.memory)
 
 
 def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str], load_seconds: float) -> Ready:
@@ -117,7 +111,7 @@ def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str
         max_num_batched_tokens=limits.max_tokens,
         block_size=limits.block_size,
         blocks=engine.plan.blocks,
-        kv_bytes_per_token=kv_layout(model, limits.block_size, engine.dtype).token_bytes,
+        kv_bytes_per_token=kv_layout(model, limits.block_size, engine.dtype.itemsize).token_bytes,
         eos_ids=model.eos_ids,
         device="cpu",
         dtype=str(engine.dtype).removeprefix("torch."),

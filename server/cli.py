@@ -1,15 +1,16 @@
-"""The command line: `octavo serve [MODEL]`."""
+"""The command line: `octavo serve`, `octavo plan` and `octavo describe`."""
 
 import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
 from octavo.server import __version__
+from octavo.server import commands as answering
 from octavo.server.settings import add_arguments, resolve
 
 USAGE_ERROR = 64
@@ -58,6 +59,23 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_arguments(serve)
+    plan = commands.add_parser(
+        "plan",
+        help="say what a model takes in memory, before anything is loaded",
+        description=answering.PLAN_HELP,
+        epilog=answering.PLAN_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    answering.add_plan_arguments(plan)
+    describe = commands.add_parser(
+        "describe",
+        help="draw a model's block as a table, with its parameters",
+        description=answering.DESCRIBE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    answering.add_describe_arguments(describe)
     return parser
 
 
@@ -65,6 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. An error that is the user's to mend is one line on stderr."""
     parsed = make_parser().parse_args(arguments)
     try:
+        if parsed.command == "plan":
+            exit_code, lines = answering.plan(parsed)
+            return _print(lines, exit_code)
+        if parsed.command == "describe":
+            return _print(answering.describe_model(parsed), 0)
         return _serve(parsed)
     except Exception as error:
         code = getattr(error, "exit_code", None)
@@ -73,6 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERNAL_ERROR
         print(f"octavo: error: {error}", file=sys.stderr)
         return int(code)
+
+
+def _print(lines: Iterator[str], code: int) -> int:
+    for line in lines:
+        print(line)
+    return code
 
 
 def _serve(parsed: argparse.Namespace) -> int:

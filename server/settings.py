@@ -7,7 +7,7 @@ the same function, so an error reads the same wherever the value came from.
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,10 +268,10 @@ class Settings:
     """Settings that were given, by flag name, as they were written."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every setting to a parser, in groups. Values stay text until `resolve` reads them."""
+def add_arguments(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add every setting, or those of some names, to a parser, in groups. They stay text until `resolve` reads them."""
     groups: dict[str, Any] = {}
-    for setting in SETTINGS:
+    for setting in (setting for setting in SETTINGS if names is None or setting.name in names):
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.group)
         text = setting.help

@@ -2,11 +2,15 @@
 
 On a CPU they come from a small C++ library (`native`), or from torch where there is no compiler (`fallback`).
 Every implementation is batch-invariant: a row of the result has the same bits whatever other rows are computed.
+This package imports no torch at run time, so that sizes can be planned without it.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Linear(Protocol):
@@ -50,6 +54,8 @@ class Kernels(Protocol):
     """The code path, for example "amx_bf16", "avx512_bf16", "avx2", "torch"."""
     row_multiple: int
     """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
+    panels: bool
+    """Whether weights are kept in padded panels (see packing.py) or as they are."""
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
         """Make a Linear with uninitialised weights."""

@@ -74,6 +74,15 @@ def build_library(sources: Path = SOURCES) -> Path:
     return library
 
 
+def can_build_library(sources: Path = SOURCES) -> bool:
+    """Whether `build_library` has what it needs, found out without compiling."""
+    try:
+        _find_compiler()
+    except BuildError:
+        return any(map(_is_intact, cache_directory().glob(f"kernels-{_source_key(sources)}-*.so")))
+    return True
+
+
 def cache_directory() -> Path:
     """Where compiled kernels are kept: $OCTAVO_CACHE_DIR, $XDG_CACHE_HOME/octavo or ~/.cache/octavo."""
     if chosen := os.environ.get("OCTAVO_CACHE_DIR"):

@@ -78,6 +78,7 @@ class TorchKernels:
 
     name = "torch"
     row_multiple = 8
+    panels = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

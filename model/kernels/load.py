@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import math
 import os
 import platform
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.build import BuildError, build_library
+from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.fallback import TorchKernels
 from octavo.model.kernels.native import NativeKernels
 
@@ -89,25 +89,6 @@ def available_paths(dtype: torch.dtype) -> list[str]:
     if dtype == torch.float32:
         return [path for path in paths if path not in BFLOAT16_ONLY]
     return [path for path in paths if path != "amx_bf16" or _amx_permitted()]
-
-
-def available_cores() -> int:
-    """Cores that this process may use: those of its affinity mask, within its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, math.ceil(min(cores, _cgroup_cores(Path("/sys/fs/cgroup")))))
-
-
-def _cgroup_cores(root: Path) -> float:
-    """The quota of a container, whose cgroup is mounted as the root: version 2, else version 1."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return math.inf
-    return math.inf if quota in {"max", "-1"} else int(quota) / int(period)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -5,7 +5,6 @@ Calls release the GIL.
 """
 
 import ctypes
-import math
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from struct import Struct
 from typing import Any
@@ -14,11 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.model.kernels.memory import WeightMemory
+from octavo.model.kernels.packing import packed_elements
 
-PANEL_WIDTH = 64
-"""Output columns that are packed together, as in linear.h."""
-TILE_DEPTH = 32
-"""bfloat16 rows are padded to a multiple of this, as in linear.h."""
 LOAD_ELEMENTS = 1 << 22
 """How many weights are converted at once while loading: bounds the temporary copy."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -58,8 +54,7 @@ class PackedLinear:
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
-        depth = in_features if dtype == torch.float32 else math.ceil(in_features / TILE_DEPTH) * TILE_DEPTH
-        self._weight = memory.take(math.ceil(out_features / PANEL_WIDTH) * depth * PANEL_WIDTH, dtype)
+        self._weight = memory.take(packed_elements(out_features, in_features, dtype.itemsize), dtype)
         self._bias = torch.zeros(out_features, dtype=dtype) if bias else None
         self._usable = self._weight.is_cpu
         self._weights = _Weights(
@@ -145,6 +140,7 @@ class NativeKernels:
     """The Kernels protocol over the compiled library."""
 
     row_multiple = 1
+    panels = True
 
     def __init__(self, library: ctypes.CDLL, name: str, dtype: torch.dtype) -> None:
         """`name` is the code path, one that this CPU can run; `dtype` that of weights and activations."""

@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.model.kernels import load
-from octavo.model.kernels.build import SOURCES, VARIANTS, BuildError, build_library, cache_directory
+from octavo.model.kernels import cores, load
+from octavo.model.kernels.build import (
+    SOURCES,
+    VARIANTS,
+    BuildError,
+    build_library,
+    cache_directory,
+    can_build_library,
+)
+from octavo.model.kernels.cores import available_cores, cgroup_cores
 from octavo.model.kernels.fallback import TorchKernels
-from octavo.model.kernels.load import available_cores, available_paths, load_kernels
+from octavo.model.kernels.load import available_paths, load_kernels
 from octavo.model.kernels.native import NativeKernels
 
 ANSWER = """// variants: plain avx2
@@ -113,7 +121,9 @@ def test_without_a_compiler_an_earlier_library_serves(
     library = build_library(sources)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_library(sources) == library
+    assert can_build_library(sources)
     library.write_bytes(b"damaged")
+    assert not can_build_library(sources)
     with pytest.raises(BuildError, match="no-such-compiler was not found"):
         build_library(sources)
 
@@ -204,7 +214,7 @@ def test_every_path_is_compiled_and_every_variant_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("files", "expected"),
     [
         ({}, math.inf),
         ({"cpu.max": "max 100000\n"}, math.inf),
@@ -213,15 +223,15 @@ def test_every_path_is_compiled_and_every_variant_used() -> None:
         ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
     ],
 )
-def test_the_quota_of_a_container_counts(tmp_path: Path, files: dict[str, str], cores: float) -> None:
+def test_the_quota_of_a_container_counts(tmp_path: Path, files: dict[str, str], expected: float) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert load._cgroup_cores(tmp_path) == cores
+    assert cgroup_cores(tmp_path) == expected
 
 
 def test_the_affinity_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
-    monkeypatch.setattr(load, "_cgroup_cores", lambda root: 1.5)
+    monkeypatch.setattr(cores, "cgroup_cores", lambda root: 1.5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert available_cores() == 2

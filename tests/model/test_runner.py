@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.checkpoints import tiny_model
 from support.driving import GREEDY, Driver, Request, fresh
-from support.runners import SMALL, build, cpu_kernels, logits_of
+from support.runners import SMALL, build, cpu_kernels, formats_of, logits_of
 
 from octavo.kvcache.ledger import BUCKETS
 from octavo.model.kernels import Linear
@@ -162,7 +162,8 @@ def test_memory_beyond_the_plan_is_refused(checkpoint: Path) -> None:
 def test_a_plan_without_blocks_tells_what_is_fixed(runner: ModelRunner) -> None:
     config, kernels = runner.model.config, cpu_kernels(torch.float32)
     plans = [
-        plan_memory(config, kernels, torch.float32, replace(SMALL, blocks=blocks), budget=1 << 30) for blocks in (0, 10)
+        plan_memory(config, formats_of(kernels, torch.float32), replace(SMALL, blocks=blocks), budget=1 << 30)
+        for blocks in (0, 10)
     ]
     assert plans[0].total == plans[0].fixed == plans[1].fixed
     block = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, head_dim, positions, bytes

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import tiny_model
-from support.runners import build, cpu_kernels, logits_of
+from support.runners import build, cpu_kernels, formats_of, logits_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.model.arena import ActivationArena
@@ -56,7 +56,7 @@ def test_destinations_are_the_architectures_tensors(variant: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_planned_bytes_are_those_of_the_model(variant: str, dtype: torch.dtype) -> None:
     config = VARIANTS[variant]
-    assert weights_bytes(config, cpu_kernels(dtype), dtype, 64) == make(config, dtype).weights_nbytes
+    assert weights_bytes(config, formats_of(cpu_kernels(dtype), dtype)) == make(config, dtype).weights_nbytes
 
 
 def test_a_tied_model_stores_its_embedding_once() -> None:
@@ -65,9 +65,8 @@ def test_a_tied_model_stores_its_embedding_once() -> None:
 
 
 def test_llama_3_70b_takes_two_bytes_for_each_of_its_parameters() -> None:
-    rope = 4 * 8192 * 128
-    planned = weights_bytes(LLAMA_70B, cpu_kernels(torch.bfloat16), torch.bfloat16, 8192)
-    assert planned - rope == 2 * 70_553_706_496
+    formats = formats_of(cpu_kernels(torch.bfloat16), torch.bfloat16)
+    assert weights_bytes(LLAMA_70B, formats) == 2 * 70_553_706_496
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.load import load_kernels
-from octavo.model.memory import RunnerLimits, plan_memory
+from octavo.model.memory import Formats, RunnerLimits, plan_memory
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.step import Admission, Row, SamplingParams, Step
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
@@ -24,6 +24,11 @@ SMALL = RunnerLimits(max_model_len=256, max_rows=8, max_tokens=64, block_size=16
 def cpu_kernels(dtype: torch.dtype) -> Kernels:
     """The best that this machine has, or what OCTAVO_KERNELS names."""
     return load_kernels(dtype, threads=2)
+
+
+def formats_of(kernels: Kernels, dtype: torch.dtype) -> Formats:
+    """How these kernels keep numbers of this dtype."""
+    return Formats.of(dtype.itemsize, panels=kernels.panels)
 
 
 def build(
@@ -38,7 +43,7 @@ def build(
     """
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     kernels, within = cpu_kernels(dtype), replace(SMALL, **limits)
-    plan = plan_memory(checkpoint.config, kernels, dtype, planned or within, budget=1 << 40)
+    plan = plan_memory(checkpoint.config, formats_of(kernels, dtype), planned or within, budget=1 << 40)
     ledger = MemoryLedger(plan)
     return build_runner(checkpoint, kernels, dtype, within, ledger, lambda done, total: None), ledger
 

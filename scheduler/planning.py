@@ -1,0 +1,51 @@
+"""The limits and the memory of an engine, decided before anything is loaded.
+
+The server and `octavo plan` call the same function, so one tells what the other will do. Imports no torch.
+"""
+
+from dataclasses import dataclass
+
+from octavo.kvcache.ledger import MemoryPlan
+from octavo.model.config import ModelConfig
+from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.scheduler.messages import EngineConfig
+from octavo.scheduler.policy import Limits
+from octavo.scheduler.sizing import resolve_limits, size_pool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What an engine finds where it starts."""
+
+    usable: int
+    """Bytes of memory that one device's buckets may take."""
+    cores: int
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What an engine is built from."""
+
+    limits: Limits
+    memory: MemoryPlan
+
+
+def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
+    """Decide limits and pool. Raises ConfigurationError where the options, the model and the memory do not agree."""
+    empty = plan_without_pool(config, model, formats, machine)
+    blocks, limits = size_pool(config, empty.limits, empty.memory, usable=machine.usable)
+    memory = plan_memory(model, formats, runner_limits(limits, blocks), empty.memory.budget)
+    return EnginePlan(limits, memory)
+
+
+def plan_without_pool(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
+    """The limits as they are asked for, and what is taken before the first block."""
+    limits = resolve_limits(config, max_context=model.max_context, on_gpu=machine.on_gpu, cores=machine.cores)
+    budget = config.memory or machine.usable
+    return EnginePlan(limits, plan_memory(model, formats, runner_limits(limits, 0), budget))
+
+
+def runner_limits(limits: Limits, blocks: int) -> RunnerLimits:
+    """The same limits, as the model's side knows them."""
+    return RunnerLimits(limits.max_model_len, limits.max_rows, limits.max_tokens, limits.block_size, blocks)

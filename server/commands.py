@@ -1,0 +1,165 @@
+"""The commands that answer and end: `octavo plan` and `octavo describe`. They yield lines; the command line prints."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+
+from octavo.model.config import ModelConfig
+from octavo.model.kernels.build import can_build_library
+from octavo.model.kernels.cores import available_cores
+from octavo.model.roofline import DEVICES, Device
+from octavo.model.weights.lookup import find_config
+from octavo.model.weights.published import PUBLISHED
+from octavo.scheduler.planning import Machine
+from octavo.scheduler.sizing import usable_memory
+from octavo.server.describing import describe, describe_trace
+from octavo.server.plan_report import facts, text
+from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Forecast, Question, forecast
+from octavo.server.settings import SettingsError, add_arguments, count, resolve, size
+
+PLANNED_SETTINGS = frozenset(
+    {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_blocks", "memory"}
+)
+MODEL_HELP = (
+    f"A directory, a config.json, a .gguf file, a Hub id in the cache, or one of {', '.join(PUBLISHED)}. "
+    "Weights are not read."
+)
+PLAN_HELP = """\
+Say what a model takes in memory before anything is loaded: weights, KV cache and activations, to the byte.
+A server started with the same options allocates exactly this; its start-up table and /metrics show the same numbers.
+
+  octavo plan llama-3-70b --device h200
+  octavo plan llama-3-8b --device 24GiB --users 16 --context 8k
+  octavo plan path/to/model                        this machine's CPU, as `octavo serve` would start on it
+"""
+PLAN_EXIT_CODES = """\
+exit codes:
+   0  it fits
+   1  it does not fit; the cheapest changes that make it fit are listed
+  64  an option is wrong
+  65  the model is unknown, its shapes are wrong, or they cannot be divided among the devices
+"""
+DESCRIBE_HELP = """\
+Draw one block of a model as a table: what each matrix receives, what it produces, and its share of the parameters.
+With --trace the weights are loaded and a text is run through them, to show what each branch adds to the spine.
+"""
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `octavo plan`; those of the server have the server's names, meanings and variables."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--device", metavar="DEVICE", help=f"{', '.join(DEVICES)}, or bytes such as 24GiB. Default: this machine's CPU."
+    )
+    parser.add_argument(
+        "--devices", metavar="N", default="1", help="Devices that share the model by tensor parallelism. Default: 1."
+    )
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPE_BYTES), help="Type of weights and activations. Default: bfloat16."
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *DTYPE_BYTES),
+        default="auto",
+        help="Type of the KV cache. Default: --dtype.",
+    )
+    parser.add_argument("--users", metavar="N", help="Requests that have to fit at one time, each of --context tokens.")
+    parser.add_argument("--context", metavar="TOKENS", help="Length of each of them. Default: --max-model-len.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
+    add_arguments(parser, PLANNED_SETTINGS)
+
+
+def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `octavo describe`."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP.replace("Weights are not read.", ""))
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="Type of numbers. Default: bfloat16."
+    )
+    parser.add_argument("--trace", metavar="TEXT", help="Load the weights and run this text through them.")
+
+
+def plan(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
+    """Return the exit code and the lines of `octavo plan`. Every error it raises has an exit code."""
+    answer = forecast(_question(parsed, find_config(parsed.model)))
+    lines = iter([json.dumps(facts(answer), indent=2)]) if parsed.json else text(answer)
+    return _exit_code(answer), lines
+
+
+def describe_model(parsed: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of `octavo describe`. Raises CheckpointError."""
+    if parsed.trace is None:
+        return describe(find_config(parsed.model), DTYPE_BYTES[parsed.dtype])
+    return _trace(parsed)
+
+
+def _trace(parsed: argparse.Namespace) -> Iterator[str]:
+    # Imported here only: nothing else in these two commands needs torch or a tokenizer.
+    from octavo.model.kernels.load import load_kernels  # noqa: PLC0415
+    from octavo.model.trace import trace  # noqa: PLC0415
+    from octavo.model.weights.checkpoint import open_checkpoint  # noqa: PLC0415
+    from octavo.model.weights.locate import locate  # noqa: PLC0415
+    from octavo.scheduler.loading import choose_dtype  # noqa: PLC0415
+    from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
+
+    path = locate(parsed.model)
+    checkpoint = open_checkpoint(path)
+    tokens = tuple(load_tokenizer(path).encode(parsed.trace))
+    if not 1 <= len(tokens) <= checkpoint.config.max_context:
+        raise SettingsError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
+    dtype = choose_dtype(parsed.dtype)
+    found = trace(checkpoint, load_kernels(dtype), dtype, tokens, lambda _done, _total: None)
+    yield from describe(checkpoint.config, dtype.itemsize)
+    yield ""
+    yield from describe_trace(found, len(tokens))
+
+
+def _exit_code(answer: Forecast) -> int:
+    return 0 if answer.fits else 1
+
+
+def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
+    """Read the options, which are text so far. Raises SettingsError."""
+    given = {name: getattr(parsed, name) for name in PLANNED_SETTINGS}
+    engine = resolve(given, os.environ).engine
+    dtype = parsed.dtype or engine.dtype
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    kv_dtype = parsed.kv_cache_dtype
+    device = _device(parsed.device)
+    if kv_dtype == "auto":
+        kv_dtype = "bfloat16" if dtype == "fp8" else dtype
+    devices = _number("--devices", parsed.devices, MAX_DEVICES) or 1
+    if device is None and devices > 1:
+        raise SettingsError("--devices: this machine's CPU is one; name a --device")
+    return Question(
+        model=model,
+        engine=engine,
+        machine=Machine(usable_memory(), available_cores()),
+        device=device,
+        devices=devices,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        panels=device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
+        users=_number("--users", parsed.users, 4096),
+        context=_number("--context", parsed.context, 1 << 27),
+    )
+
+
+def _device(given: str | None) -> Device | None:
+    if given is None or given in DEVICES:
+        return None if given is None else DEVICES[given]
+    try:
+        return Device(given, size(given))
+    except ValueError:
+        raise SettingsError(
+            f"--device: {given[:40]!r}: give one of {', '.join(DEVICES)}, or bytes such as 24GiB"
+        ) from None
+
+
+def _number(flag: str, given: str | None, most: int) -> int | None:
+    if given is None:
+        return None
+    try:
+        return count(1, most)(given)
+    except ValueError as error:
+        raise SettingsError(f"{flag}: {given[:40]!r}: {error}") from None

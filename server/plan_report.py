@@ -1,0 +1,166 @@
+"""The answer of `octavo plan` as text for people and as JSON for programs."""
+
+from collections.abc import Iterator
+
+from octavo.model.roofline import decode_seconds, prefill_rate
+from octavo.server.planning import Forecast, changes, devices_needed
+
+BATCHES = (1, 8, 32, 64)
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+DECODE_CONTEXT = 1024
+"""Tokens behind each request in the bounds of a decode step, unless told otherwise."""
+_GIB = 1 << 30
+
+Facts = dict[str, object]
+
+
+def facts(answer: Forecast) -> Facts:
+    """Everything the text says, under stable names. Sizes are bytes of one device."""
+    question, limits, memory = answer.question, answer.limits, answer.memory
+    found: Facts = {
+        "fits": answer.fits,
+        "shortfall": answer.shortfall,
+        "device": question.device.name if question.device else "cpu",
+        "devices": question.devices,
+        "dtype": question.dtype,
+        "kv_cache_dtype": question.kv_dtype,
+        "predicted": question.device is not None,
+        "not_served": list(question.not_served),
+        "budget": memory.budget,
+        "weights": memory.weights,
+        "cache": memory.cache,
+        "activations": memory.activations,
+        "activation_parts": dict(answer.activations),
+        "runtime": question.runtime,
+        "total": memory.total,
+        "block_bytes": memory.block_bytes,
+        "kv_bytes_per_token": memory.block_bytes // limits.block_size,
+        "blocks": memory.blocks,
+        "tokens": memory.blocks * limits.block_size,
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_rows,
+        "max_num_batched_tokens": limits.max_tokens,
+        "block_size": limits.block_size,
+        "requests": {str(length): answer.requests_of(length) for length in _lengths(answer)},
+        "bounds": _bounds(answer),
+    }
+    if question.users is not None:
+        needed = devices_needed(question)
+        found["devices_needed"] = needed and {"total": needed[0] * needed[1], "replicas": needed[0], "each": needed[1]}
+    if not answer.fits:
+        found["changes"] = [
+            {"change": text, "weights": new.memory.weights, "activations": new.memory.activations,
+             "blocks": new.memory.blocks, "tokens": new.memory.blocks * new.limits.block_size,
+             "total": new.memory.total, "budget": new.memory.budget, "not_served": list(new.question.not_served)}
+            for text, new in changes(question)
+        ]  # fmt: skip
+    return found
+
+
+def text(answer: Forecast) -> Iterator[str]:
+    """Lines for a terminal."""
+    question, limits, memory = answer.question, answer.limits, answer.memory
+    where = question.device.name if question.device else "this machine's CPU"
+    yield f"{question.devices} x {where}, weights {question.dtype}, KV cache {question.kv_dtype}" + (
+        "; bytes of each device" if question.devices > 1 else ""
+    )
+    if question.not_served:
+        yield f"not served by this version: {', '.join(question.not_served)}; the sizes are predicted"
+    yield ""
+    yield _size("weights", memory.weights, "matrices and norms")
+    yield _size("cache", memory.cache, f"{memory.blocks:,} blocks of {memory.block_bytes:,} B")
+    yield _size("activations", memory.activations, "")
+    for name, size in answer.activations.items():
+        yield _size("  " + name, size, "predicted" if name == "workspaces" else "")
+    yield _size("total", memory.total, f"of a budget of {memory.budget:,} B")
+    yield _runtime(answer)
+    yield ""
+    yield (
+        f"KV cache   {memory.blocks * limits.block_size:,} tokens in {memory.blocks:,} blocks of {limits.block_size}; "
+        f"{memory.block_bytes // limits.block_size:,} B a token"
+    )
+    yield (
+        f"limits     --max-model-len {limits.max_model_len}  --max-num-seqs {limits.max_rows}  "
+        f"--max-num-batched-tokens {limits.max_tokens}"
+    )
+    wanted = question.context or question.engine.max_model_len or question.model.max_context
+    if limits.max_model_len < wanted:
+        yield f"           --max-model-len is lowered from {wanted} to what the KV cache holds"
+    at_once = (f"{answer.requests_of(length)} of {length:,} tokens" for length in _lengths(answer))
+    yield f"at once    {', '.join(at_once)}"
+    yield from _bound_lines(answer)
+    yield from _verdict(answer)
+
+
+def _runtime(answer: Forecast) -> str:
+    if answer.question.device is None:
+        return f"{'runtime':<26}{'':>18}  not in the budget; a running server measures it"
+    return _size("runtime", answer.question.runtime, "predicted: CUDA context and libraries, beside the budget")
+
+
+def _verdict(answer: Forecast) -> Iterator[str]:
+    question = answer.question
+    if question.users is not None:
+        length = question.context or answer.limits.max_model_len
+        if needed := devices_needed(question):
+            replicas, each = needed
+            how = f"{replicas} of {each} in tensor parallel"
+            yield f"needed     {replicas * each} devices ({how}) for {question.users} requests of {length:,} tokens"
+        else:
+            yield f"needed     no number of these devices holds {question.users} requests of {length:,} tokens"
+    yield ""
+    if answer.fits:
+        yield "It fits."
+        return
+    yield f"It does not fit: {answer.shortfall}."
+    found = changes(question)
+    yield "The cheapest changes that make it fit:" if found else "No single change or pair of changes makes it fit."
+    for change, new in found:
+        added = set(new.question.not_served) - set(question.not_served)
+        label = " (not served by this version)" if added else ""
+        memory = new.memory
+        yield (
+            f"  {change}{label}: weights {memory.weights:,} B, activations {memory.activations:,} B, "
+            f"{memory.blocks:,} blocks = {memory.blocks * new.limits.block_size:,} tokens; "
+            f"{memory.total:,} B of {memory.budget:,} B"
+        )
+
+
+def _bounds(answer: Forecast) -> Facts | None:
+    question = answer.question
+    device = question.device
+    if device is None or not device.bandwidth:
+        return None
+    model, formats, context = question.model, question.formats, _decode_context(answer)
+    return {
+        "context": context,
+        "decode_ms": {str(n): 1000 * decode_seconds(model, formats, device, n, context) for n in BATCHES},
+        "prefill_tokens_per_second": prefill_rate(model, formats, device),
+    }
+
+
+def _bound_lines(answer: Forecast) -> Iterator[str]:
+    question, context = answer.question, _decode_context(answer)
+    device = question.device
+    if device is None or not device.bandwidth:
+        yield "bounds     none: the bandwidth of this device is not known (name one: --device h200)"
+        return
+    steps = [(n, decode_seconds(question.model, question.formats, device, n, context)) for n in BATCHES]
+    yield "bounds     of the hardware by its data sheet, which no implementation beats; not a measurement"
+    yield f"  decode   at least {', '.join(f'{1000 * least:.1f} ms for {n}' for n, least in steps)}"
+    yield f"           (requests in a step, {context:,} tokens behind each)"
+    yield f"  prefill  at most {prefill_rate(question.model, question.formats, device):,.0f} tokens/s"
+
+
+def _decode_context(answer: Forecast) -> int:
+    return answer.question.context or min(DECODE_CONTEXT, answer.limits.max_model_len)
+
+
+def _lengths(answer: Forecast) -> list[int]:
+    longest = answer.limits.max_model_len
+    wanted = {length for length in LENGTHS if length < longest} | {longest} | {answer.question.context or longest}
+    return sorted(wanted)
+
+
+def _size(name: str, size: int, remark: str) -> str:
+    return f"{name:<26}{size:>18,} B  {size / _GIB:>9.3f} GiB  {remark}".rstrip()

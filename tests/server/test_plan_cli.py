@@ -1,0 +1,172 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import edit_config, tiny_model
+
+from octavo.model.roofline import DEVICES
+from octavo.scheduler.loading import load
+from octavo.server.cli import main
+from octavo.server.settings import resolve
+
+Capture = pytest.CaptureFixture[str]
+
+
+def planned(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: Capture, *arguments: str) -> tuple[int, str]:
+    try:
+        code = main([*arguments])
+    except SystemExit as end:
+        code = int(str(end.code))
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return code, output.err
+
+
+def test_llama_3_70b_fits_on_one_h200_with_room_for_more_than_22000_tokens(capsys: Capture) -> None:
+    code, plan = planned(capsys, "llama-3-70b", "--device", "h200")
+    assert code == 0
+    assert plan["weights"] == 141_107_412_992
+    assert plan["kv_bytes_per_token"] == 327_680
+    assert plan["activation_parts"]["arena"] == 1_207_959_552 + 2 * 4 * 8192
+    assert plan["budget"] == DEVICES["h200"].memory - plan["runtime"]
+    assert 22_000 < plan["tokens"] < 25_000
+    assert 0 <= plan["budget"] - plan["total"] < plan["block_bytes"]
+    assert plan["total"] == plan["weights"] + plan["cache"] + plan["activations"]
+    assert plan["requests"] == {"1024": 22, "2048": 11, "4096": 5, "8192": 2}
+    assert plan["predicted"] is True
+
+
+def test_the_text_says_the_same_and_labels_what_is_predicted_or_not_served(capsys: Capture) -> None:
+    assert main(["plan", "llama-3-70b", "--device", "h200"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("141,107,412,992 B", "1,453 blocks", "2 of 8,192 tokens", "It fits.", "not a measurement"):
+        assert expected in text
+    assert next(line for line in text.splitlines() if line.startswith("runtime")).count("predicted") == 1
+    assert "not served by this version: a GPU" in text
+
+
+def test_what_does_not_fit_is_exit_code_1_with_three_changes_that_do(capsys: Capture) -> None:
+    code, plan = planned(capsys, "llama-3-70b", "--device", "h100-80g")
+    assert (code, plan["fits"], plan["blocks"]) == (1, False, 0)
+    assert "142,504,182,784 B" in plan["shortfall"]
+    assert [change["change"] for change in plan["changes"]] == ["--dtype fp8", "--devices 2", "--device h200"]
+    for change in plan["changes"]:
+        arguments = ["llama-3-70b", "--device", "h100-80g", *change["change"].split()]
+        code, again = planned(capsys, *arguments)
+        assert code == 0
+        assert all(again[name] == change[name] for name in ("weights", "activations", "blocks", "tokens", "total"))
+        assert change["total"] <= change["budget"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        (["llama-3-8b", "--device", "16500MiB"], "--max-num-batched-tokens 4096"),
+        (["llama-3-70b", "--device", "h200", "--users", "16", "--context", "8k"], "--context 1024"),
+        (["llama-3-8b", "--dtype", "float32", "--device", "rtx-4090"], "--dtype bfloat16"),
+    ],
+)
+def test_the_cheapest_change_comes_first(arguments: list[str], first: str, capsys: Capture) -> None:
+    code, plan = planned(capsys, *arguments)
+    assert code == 1
+    assert plan["changes"][0]["change"] == first
+    assert planned(capsys, *_changed(arguments, first))[0] == 0
+
+
+def _changed(arguments: list[str], change: str) -> list[str]:
+    """The arguments with one option set otherwise: of two the last counts."""
+    return [*arguments, *change.split()]
+
+
+def test_users_are_told_how_many_devices_they_need(capsys: Capture) -> None:
+    arguments = ("llama-3-70b", "--device", "h200", "--users", "16", "--context", "8k")
+    code, plan = planned(capsys, *arguments)
+    needed = plan["devices_needed"]
+    assert (code, needed) == (1, {"total": 2, "replicas": 1, "each": 2})
+    assert planned(capsys, *arguments, "--devices", "2")[0] == 0
+    _, crowd = planned(capsys, "llama-3-8b", "--device", "rtx-4090", "--users", "40", "--context", "8k")
+    alone = planned(capsys, "llama-3-8b", "--device", "rtx-4090", "--context", "8k")[1]["requests"]["8192"]
+    assert crowd["devices_needed"]["total"] <= -(-40 // alone)
+
+
+def test_more_memory_and_more_devices_never_hold_less(capsys: Capture) -> None:
+    tokens = [planned(capsys, "llama-3-8b", "--device", f"{gib}GiB")[1]["tokens"] for gib in (20, 24, 40, 80)]
+    assert tokens == sorted(tokens)
+    parallel = [planned(capsys, "llama-3-70b", "--device", "h200", "--devices", n)[1]["tokens"] for n in "1248"]
+    assert parallel == sorted(parallel)
+    narrow = planned(capsys, "llama-3-70b", "--device", "h200", "--kv-cache-dtype", "fp8")[1]
+    assert narrow["kv_bytes_per_token"] == 327_680 // 2
+    assert narrow["not_served"] == ["a GPU", "8-bit floats"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"kv_blocks": "20"}, {"memory": "3MB"}, {"max_num_seqs": "3"}])
+def test_a_running_engines_ledger_is_the_plan_to_the_byte(
+    dtype: str, options: dict[str, str], tmp_path: Path, capsys: Capture
+) -> None:
+    tiny_model(tmp_path, "qwen3", width=72, ffn_width=100, vocabulary=131)
+    flags = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), value)]
+    _, plan = planned(capsys, str(tmp_path), "--dtype", dtype, *flags)
+    _, _, ready = load(resolve({"model": str(tmp_path), "dtype": dtype, **options}, {}).engine)
+    for line in ready.memory:
+        if line.bucket in ("weights", "cache", "activations"):
+            assert line.allocated == line.planned == plan[line.bucket], line.bucket
+    for name in ("blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        assert getattr(ready, name) == plan[name]
+
+
+def test_a_variable_of_the_server_counts_here_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_KV_BLOCKS", "77")
+    assert planned(capsys, "smollm2")[1]["blocks"] == 77
+    assert planned(capsys, "smollm2", "--kv-blocks", "78")[1]["blocks"] == 78
+
+
+@pytest.mark.parametrize("arguments", [["plan", "llama-3-70b", "--device", "h200"], ["describe", "llama-3-70b"]])
+def test_torch_is_never_imported(arguments: list[str]) -> None:
+    program = (
+        "import sys; from octavo.server.cli import main; "
+        f"code = main({arguments!r}); raise SystemExit(code or bool({{'torch', 'fastapi'}} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["llama-3-70b", "--device", "h100"], 64, "--device: 'h100'"),
+        (["llama-3-70b", "--device", "0"], 64, "--device"),
+        (["llama-3-70b", "--devices", "0", "--device", "h200"], 64, "--devices"),
+        (["llama-3-70b", "--devices", "2"], 64, "--devices"),
+        (["llama-3-70b", "--users", "-1"], 64, "--users"),
+        (["llama-3-70b", "--dtype", "int3"], 64, "--dtype"),
+        (["llama-3-70b", "--max-model-len", "9k", "--device", "h200"], 64, "--max-model-len 9216"),
+        (["llama-3-70b", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"], 64, "--max-num-batched-tokens 8"),
+        (["llama-3-70b", "--devices", "3", "--device", "h200"], 65, "64 attention heads"),
+        (["llama-3-70b", "--devices", "16", "--device", "h200"], 65, "8 KV heads"),
+        (["llama-4-70b"], 65, "llama-4-70b"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], code: int, named: str, capsys: Capture) -> None:
+    found, line = error_of(capsys, "plan", *arguments)
+    assert found == code
+    assert named in line
+
+
+@pytest.mark.parametrize("command", ["plan", "describe"])
+def test_a_wrong_model_is_exit_code_65(command: str, tmp_path: Path, capsys: Capture) -> None:
+    tiny_model(tmp_path, "llama")
+    for changes, named in (({"num_key_value_heads": 3}, "num_key_value_heads"), ({"hidden_size": 0}, "hidden_size")):
+        edit_config(tmp_path, **changes)
+        capsys.readouterr()
+        code, line = error_of(capsys, command, str(tmp_path))
+        assert code == 65
+        assert named in line
