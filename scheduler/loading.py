@@ -23,7 +23,7 @@ from octavo.model.weights.progress import loading_progress
 from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
 from octavo.scheduler.planning import Machine, plan_engine, runner_limits
 from octavo.scheduler.policy import Limits, Scheduler
-from octavo.scheduler.sizing import ConfigurationError, usable_memory
+from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _choose_kernels(dtype: torch.dtype) -> Kernels:
 
 def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> _Engine:
     """Decide the limits and the size of the pool, before anything large is allocated."""
-    machine = Machine(usable=usable_memory(), cores=available_cores())
+    machine = Machine(capacity=memory_capacity(), cores=available_cores())
     plan = plan_engine(config, model, Formats.of(dtype.itemsize, panels=kernels.panels), machine)
     wanted = config.max_model_len or model.max_context
     if plan.limits.max_model_len != wanted:
@@ -96,6 +96,12 @@ def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels:
             "--max-model-len is lowered from %d to %d tokens, which is what the KV cache holds",
             wanted,
             plan.limits.max_model_len,
+        )
+    if plan.memory.total > (available := available_memory()):
+        _log.warning(
+            "%d bytes are planned, but the system can give only %d now: make room, or lower --memory or --kv-blocks",
+            plan.memory.total,
+            available,
         )
     return _Engine(model, kernels, dtype, plan.limits, plan.memory)
 

@@ -25,6 +25,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Size of the pool in blocks."""
     memory: int | None = None
     """Budget in bytes for all three buckets together."""
+    gpu_memory_utilization: float | None = None
+    """The same as a share of the memory that this process may use."""
+    admission: Literal["optimistic", "reserve"] = "optimistic"
+    """Whether a request starts once its prompt fits, or once all that it may become does."""
     prefix_caching: bool = True
     seed: int = 0
     """Seed of random weights."""

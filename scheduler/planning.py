@@ -10,15 +10,15 @@ from octavo.model.config import ModelConfig
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
 from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.policy import Limits
-from octavo.scheduler.sizing import resolve_limits, size_pool
+from octavo.scheduler.sizing import memory_budget, resolve_limits, size_pool
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What an engine finds where it starts."""
 
-    usable: int
-    """Bytes of memory that one device's buckets may take."""
+    capacity: int
+    """Bytes that this process may use of the device, or of the machine's RAM."""
     cores: int
     on_gpu: bool = False
 
@@ -34,7 +34,7 @@ class EnginePlan:
 def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
     """Decide limits and pool. Raises ConfigurationError where the options, the model and the memory do not agree."""
     empty = plan_without_pool(config, model, formats, machine)
-    blocks, limits = size_pool(config, empty.limits, empty.memory, usable=machine.usable)
+    blocks, limits = size_pool(config, empty.limits, empty.memory)
     memory = plan_memory(model, formats, runner_limits(limits, blocks), empty.memory.budget)
     return EnginePlan(limits, memory)
 
@@ -42,7 +42,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, mach
 def plan_without_pool(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
     """The limits as they are asked for, and what is taken before the first block."""
     limits = resolve_limits(config, max_context=model.max_context, on_gpu=machine.on_gpu, cores=machine.cores)
-    budget = config.memory or machine.usable
+    budget = memory_budget(config, machine.capacity)
     return EnginePlan(limits, plan_memory(model, formats, runner_limits(limits, 0), budget))
 
 

@@ -9,6 +9,7 @@ Rules it keeps:
 - Steps execute in the order they were scheduled: a block or slot that one step gives up is free for the next.
 - Running requests go first, in order of arrival; then waiting ones while tokens, slots and blocks last.
 - If blocks run out, the youngest request gives up its own and computes them again later: the oldest always finishes.
+  Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
 - The work of a step is proportional to the tokens it computes, never to the length of a request.
 """
@@ -38,6 +39,8 @@ class Limits:
     """Prompt and output of one request together."""
     block_size: int
     """Positions in a block."""
+    reserve: bool = False
+    """Whether a request is admitted only with the blocks of its whole life, and so never preempted."""
 
 
 @dataclass(slots=True)
@@ -226,17 +229,20 @@ class Scheduler:
             self._admit(request, draft)
 
     def _claim_blocks(self, request: Request) -> bool:
-        """Give a waiting request blocks for all its known tokens, cached ones where possible.
+        """Give a waiting request blocks for its known tokens, under `reserve` for all it may have; cached if possible.
 
-        One block for each running request stays untouched: else the newcomer would soon be preempted for its elders.
+        Where nothing is reserved, one block for each running request stays untouched: else the newcomer would soon be
+        preempted for its elders.
         """
-        spare = self.pool.available - len(self._running)
+        untouched = 0 if self._limits.reserve else len(self._running)
+        spare = self.pool.available - untouched
         if spare < request.wanted:
             return False
         found = self._reuse.find(request)
-        needed = self._blocks_for(request.known) - len(found)
+        positions = request.span if self._limits.reserve else request.known
+        needed = self._blocks_for(positions) - len(found)
         self.pool.share(found)
-        revived = spare - (self.pool.available - len(self._running))
+        revived = spare - (self.pool.available - untouched)
         blocks = None if spare < needed + revived else self.pool.allocate(needed)
         if blocks is None:
             request.wanted = needed + revived

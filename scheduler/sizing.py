@@ -12,6 +12,8 @@ from octavo.scheduler.policy import Limits
 
 _MIB = 1 << 20
 _FEW_CORES = 4
+_DEFAULT_SHARE = 0.9
+"""Of the memory that this process may use: the rest is for the interpreter, its libraries and the system."""
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number above this."""
 
@@ -39,32 +41,46 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
         raise ConfigurationError(
             f"--max-num-batched-tokens {tokens} is below --max-num-seqs {rows}: every running request takes a token"
         )
-    return Limits(max_rows=rows, max_tokens=tokens, max_model_len=length, block_size=config.block_size)
+    return Limits(rows, tokens, length, config.block_size, reserve=config.admission == "reserve")
 
 
-def size_pool(config: EngineConfig, limits: Limits, plan: MemoryPlan, *, usable: int) -> tuple[int, Limits]:
+def memory_budget(config: EngineConfig, capacity: int) -> int:
+    """Bytes that weights, activations and cache together may take of `capacity`. Raises ConfigurationError."""
+    if config.memory is None:
+        share = config.gpu_memory_utilization
+        return int(capacity * (_DEFAULT_SHARE if share is None else share))
+    if config.gpu_memory_utilization is not None:
+        raise ConfigurationError("--memory and --gpu-memory-utilization both set the budget: give one of them")
+    if config.memory > capacity:
+        raise ConfigurationError(
+            f"--memory {_mib(config.memory)}, but this process may use only {_mib(capacity)}: lower it"
+        )
+    return config.memory
+
+
+def size_pool(config: EngineConfig, limits: Limits, plan: MemoryPlan) -> tuple[int, Limits]:
     """Return the number of blocks, and the limits they can honour.
 
-    plan: sizes of all but the pool; usable: bytes this process may use. Unless told otherwise, two requests of full
-    length fit, in at most half of the usable memory. A pool too small for one request of full length lowers
-    max_model_len if that was not given. Raises ConfigurationError.
+    plan: the budget, and the sizes of all but the pool. A budget that was given is spent; of the default one the pool
+    takes what two requests of full length need, but at most half. A pool too small for one request of full length
+    lowers max_model_len if that was not given. Raises ConfigurationError.
     """
-    fixed = plan.weights + plan.activations
+    room = plan.budget - plan.fixed
+    source = _source_of_budget(config, plan)
     if config.kv_blocks is not None:
         blocks = config.kv_blocks
         source = f"--kv-blocks {blocks}"
-    elif config.memory is not None:
-        blocks = (config.memory - fixed) // plan.block_bytes
-        source = f"--memory {_mib(config.memory)} (weights and activations take {_mib(fixed)})"
+    elif config.memory is not None or config.gpu_memory_utilization is not None:
+        blocks = room // plan.block_bytes
     else:
-        room = min(usable // 2, usable - fixed)
-        blocks = min(-(-2 * limits.max_model_len // limits.block_size), room // plan.block_bytes)
-        source = f"the usable memory of {_mib(usable)} (weights and activations take {_mib(fixed)})"
+        blocks = min(-(-2 * limits.max_model_len // limits.block_size), min(plan.budget // 2, room) // plan.block_bytes)
     if blocks < 1:
         raise ConfigurationError(f"{source} leaves no room for a single KV block of {_mib(plan.block_bytes)}")
-    needed = fixed + blocks * plan.block_bytes
-    if needed > usable:
-        raise ConfigurationError(f"{source} needs {_mib(needed)} in all, but only {_mib(usable)} are usable: lower it")
+    needed = plan.fixed + blocks * plan.block_bytes
+    if needed > plan.budget:
+        raise ConfigurationError(
+            f"{source} needs {_mib(needed)} in all, but the budget is {_mib(plan.budget)}: lower it or raise that"
+        )
     tokens = blocks * limits.block_size
     if tokens >= limits.max_model_len:
         return blocks, limits
@@ -76,9 +92,22 @@ def size_pool(config: EngineConfig, limits: Limits, plan: MemoryPlan, *, usable:
     return blocks, replace(limits, max_model_len=tokens)
 
 
-def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes this process can hope for: what the system has available, or a cgroup's limit if that is less."""
-    limits = [_available(root / "proc/meminfo")]
+def _source_of_budget(config: EngineConfig, plan: MemoryPlan) -> str:
+    if config.memory is not None:
+        source = f"--memory {_mib(plan.budget)}"
+    elif config.gpu_memory_utilization is not None:
+        source = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}, a budget of {_mib(plan.budget)},"
+    else:
+        source = f"the default budget of {_mib(plan.budget)}"
+    return f"{source} (weights and activations take {_mib(plan.fixed)})"
+
+
+def memory_capacity(root: Path = Path("/")) -> int:
+    """Bytes this process may use: the machine's, or a cgroup's limit if that is less.
+
+    What others hold at the moment does not count: a plan must not depend on the minute it is made in.
+    """
+    limits = [_meminfo(root, "MemTotal")]
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -96,11 +125,18 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
-def _available(meminfo: Path) -> int:
-    for line in _lines(meminfo):
-        if line.startswith("MemAvailable:"):
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that the system could give out now."""
+    return _meminfo(root, "MemAvailable")
+
+
+def _meminfo(root: Path, name: str) -> int:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
-    raise ConfigurationError(f"{meminfo} does not tell how much memory is available: give --memory or --kv-blocks")
+    raise ConfigurationError(
+        f"{root / 'proc/meminfo'} has no line {name}: there is no telling how much memory there is"
+    )
 
 
 def _limit(file: Path) -> list[int]:

@@ -12,14 +12,22 @@ from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.lookup import find_config
 from octavo.model.weights.published import PUBLISHED
 from octavo.scheduler.planning import Machine
-from octavo.scheduler.sizing import usable_memory
+from octavo.scheduler.sizing import memory_capacity
 from octavo.server.describing import describe, describe_trace
 from octavo.server.plan_report import facts, text
 from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Forecast, Question, forecast
 from octavo.server.settings import SettingsError, add_arguments, count, resolve, size
 
 PLANNED_SETTINGS = frozenset(
-    {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_blocks", "memory"}
+    {
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "kv_blocks",
+        "memory",
+        "gpu_memory_utilization",
+    }
 )
 MODEL_HELP = (
     f"A directory, a config.json, a .gguf file, a Hub id in the cache, or one of {', '.join(PUBLISHED)}. "
@@ -134,7 +142,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
     return Question(
         model=model,
         engine=engine,
-        machine=Machine(usable_memory(), available_cores()),
+        machine=Machine(memory_capacity(), available_cores()),
         device=device,
         devices=devices,
         dtype=dtype,

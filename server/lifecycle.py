@@ -63,8 +63,8 @@ def _bind_error(host: str, port: int, error: OSError) -> BindError:
 class Daemon:
     """Runs the engine and serves HTTP until a signal or the end of the engine.
 
-    The first SIGINT or SIGTERM lets running requests finish, while new ones are answered 503; a second one ends everything at once, as does the first
-    one while the model is still being loaded.
+    The first SIGINT or SIGTERM lets running requests finish, while new ones are answered 503. A second one ends
+    everything at once, as does the first one while the model is still being loaded.
     """
 
     def __init__(self, settings: Settings, listener: socket.socket, command: Sequence[str] = ENGINE_COMMAND) -> None:

@@ -222,7 +222,7 @@ def _other_devices(question: Question, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _larger(question: Question) -> Iterator[Device]:
-    least = question.device.memory if question.device else question.machine.usable
+    least = question.device.memory if question.device else question.machine.capacity
     return (device for device in DEVICES.values() if device.memory > least)
 
 
@@ -258,7 +258,7 @@ def _engine(question: Question) -> EngineConfig:
     default_rows = 256 if question.device else 32
     if engine.max_num_seqs is None and (question.users or 0) > default_rows:
         engine = msgspec.structs.replace(engine, max_num_seqs=question.users)
-    if engine.memory is not None or engine.kv_blocks is not None:
+    if (engine.memory, engine.gpu_memory_utilization, engine.kv_blocks) != (None, None, None):
         return engine
     if question.device is not None:
         return msgspec.structs.replace(engine, memory=max(1, question.device.memory - question.runtime))

@@ -55,6 +55,13 @@ def size(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """Parse a share of a whole, above 0 and at most 1."""
+    if re.fullmatch(r"\d?(\.\d{1,6})?", text.strip()) is None or not 0 < float(text.strip() or "0") <= 1:
+        raise ValueError("give a number above 0 and at most 1, such as 0.9")
+    return float(text)
+
+
 def seconds(text: str) -> float:
     """Parse a duration in seconds, up to a day."""
     if re.fullmatch(r"\d{1,5}(\.\d{1,3})?", text.strip()) is None or float(text) > 86_400:
@@ -230,7 +237,7 @@ SETTINGS = (
         MEMORY,
         count(1),
         None,
-        "Blocks in the KV cache. Default: two requests of full length on a CPU, in at most half of the memory.",
+        "Blocks in the KV cache. Default: two requests of full length on a CPU, in half of the budget at most.",
         "N",
     ),
     Setting(
@@ -240,6 +247,23 @@ SETTINGS = (
         None,
         "Budget for weights, activations and cache together (16GiB); the cache takes what the others leave.",
         "SIZE",
+    ),
+    Setting(
+        "gpu_memory_utilization",
+        MEMORY,
+        share,
+        None,
+        "The same as a share of the device's memory; on a CPU, of the RAM that this process may use.",
+        "SHARE",
+    ),
+    Setting(
+        "admission",
+        MEMORY,
+        word,
+        "optimistic",
+        "When a request starts: once its prompt fits, at the risk that the youngest is put back when blocks run out, "
+        "or once blocks for all of its max_tokens are reserved.",
+        choices=("optimistic", "reserve"),
     ),
 )
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,38 @@ def test_kernels_that_do_not_exist_are_a_configuration_error(directory: Path, mo
     monkeypatch.setenv("OCTAVO_KERNELS", "vector9000")
     with pytest.raises(ConfigurationError, match="OCTAVO_KERNELS"):
         load(config(directory))
+
+
+RESTLESS = """
+import random, sys
+rng, held = random.Random(1), []
+print("started", flush=True)
+while True:
+    held.append(bytearray(rng.randrange(1 << 24)))
+    if len(held) > rng.randrange(1, 16):
+        held.clear()
+"""
+
+
+def test_a_neighbour_that_allocates_and_frees_at_random_leaves_the_plan_unchanged(directory: Path) -> None:
+    def numbers() -> tuple[object, ...]:
+        _, _, ready = load(config(directory, gpu_memory_utilization=0.001))
+        return ready.blocks, ready.memory, ready.memory_budget
+
+    quiet = numbers()
+    with subprocess.Popen([sys.executable, "-c", RESTLESS], stdout=subprocess.PIPE) as neighbour:
+        try:
+            assert neighbour.stdout is not None
+            neighbour.stdout.readline()
+            assert [numbers() for _ in range(4)] == [quiet] * 4
+        finally:
+            neighbour.kill()
+
+
+def test_a_plan_beyond_what_is_free_now_is_made_all_the_same_and_says_so(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.scheduler.loading.available_memory", lambda: 1000)
+    _, _, ready = load(config(directory, kv_blocks=16))
+    assert ready.blocks == 16
+    assert "the system can give only 1000 now" in caplog.text

@@ -33,9 +33,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(2, 4),
         tokens=st.sampled_from([1, 3, 8, 64]),
         caching=st.sampled_from([True, True, False]),
+        reserve=st.booleans(),
     )
-    def start(self, blocks: int, rows: int, tokens: int, caching: bool) -> None:
-        self.driver = Driver(make_scheduler(blocks, rows, tokens, CONTEXT, caching))
+    def start(self, blocks: int, rows: int, tokens: int, caching: bool, reserve: bool) -> None:
+        self.driver = Driver(make_scheduler(blocks, rows, tokens, CONTEXT, caching, reserve=reserve))
+        self.reserve = reserve
         self.requests: dict[int, Submission] = {}
         self.aborted: set[int] = set()
 
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_books_are_in_order(self) -> None:
         scheduler = self.driver.scheduler
         check(scheduler)
+        assert not (self.reserve and scheduler.preemptions)
         ended = sum(transcript.finish is not None for transcript in self.driver.transcripts.values())
         assert ended + scheduler.running + scheduler.waiting == len(self.requests)
 

@@ -27,6 +27,8 @@ GIVEN = {
     "block_size": ("32", 32),
     "kv_blocks": ("100", 100),
     "memory": ("16GiB", 16 << 30),
+    "gpu_memory_utilization": ("0.85", 0.85),
+    "admission": ("reserve", "reserve"),
 }
 """For every setting that takes free or listed text: one way to write it and what that means."""
 
@@ -104,6 +106,12 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
         ("max_num_seqs", "0"),
         ("block_size", "257"),
         ("memory", "-1G"),
+        ("gpu_memory_utilization", "0"),
+        ("gpu_memory_utilization", "1.01"),
+        ("gpu_memory_utilization", "90"),
+        ("gpu_memory_utilization", "."),
+        ("gpu_memory_utilization", "nan"),
+        ("admission", "greedy"),
         ("chat_template", "/no/such/file"),
     ],
 )

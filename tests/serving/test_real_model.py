@@ -123,3 +123,16 @@ def test_c10_a_tiny_temperature_is_greedy(live: Live) -> None:
         assert (
             live.completion(prompt="The sky is", temperature=temperature, max_tokens=8)["choices"][0]["text"] == greedy
         )
+
+
+def test_a_server_that_reserves_never_preempts_and_gives_the_same_tokens(live: Live) -> None:
+    requests = [
+        {"prompt": PROMPTS[index % len(PROMPTS)], "max_tokens": 100, "seed": index, "ignore_eos": True}
+        for index in range(8)
+    ]
+    config = EngineConfig(model="smollm2", max_model_len=256, kv_blocks=20, admission="reserve")
+    with live_server(config) as small:
+        reserved = at_once(small, requests)
+        assert small.metric("octavo_preemptions_total") == 0
+    assert all(choice["finish_reason"] == "length" for choice in reserved)
+    assert reserved == at_once(live, requests)

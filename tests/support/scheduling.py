@@ -45,11 +45,12 @@ def make_scheduler(
     context: int = 64,
     caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    reserve: bool = False,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(blocks),
         PrefixHasher(BLOCK_SIZE) if caching else None,
-        Limits(max_rows=rows, max_tokens=tokens, max_model_len=context, block_size=BLOCK_SIZE),
+        Limits(rows, tokens, context, BLOCK_SIZE, reserve),
         eos_ids=[EOS],
         clock=clock,
     )
