@@ -12,13 +12,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
+from octavo.server.access import AccessRules, Authentication, HostCheck
 from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Writer, chunks, whole
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
-from octavo.server.errors import APIError, engine_unavailable, internal_error
+from octavo.server.errors import APIError, answer, engine_unavailable, internal_error
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.openapi import document
 from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
@@ -94,11 +96,23 @@ class Service:
         return choices
 
 
-def create_app(service: Service) -> FastAPI:
-    """Make the application around a running engine."""
-    app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None)
+def create_app(service: Service, rules: AccessRules | None = None, origins: Sequence[str] = ()) -> FastAPI:
+    """Make the application around a running engine. `origins`: web pages whose scripts may call it."""
+    # Without redirects, which would be put together from the client's Host header.
+    app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(APIError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    # Each layer wraps those added before it.
+    app.add_middleware(Authentication, rules=rules or AccessRules())
+    if origins:  # outside of the keys: a browser asks whether it may send one before it sends it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-octavo-seed"],
+        )
+    app.add_middleware(HostCheck)
     app.add_middleware(RequestContext)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     _add_generation_routes(app, service)
@@ -213,19 +227,17 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
     if not isinstance(error, APIError):
         raise error
-    return JSONResponse(error.envelope(), error.status, error.headers)
+    return answer(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        answer = APIError(404, "There is no such route.")
-    elif error.status_code == 405:
-        answer = APIError(405, f"This route does not answer {request.method}.", headers=error.headers)
-    else:
-        answer = APIError(error.status_code, str(error.detail))
-    return await _api_error(request, answer)
+        return answer(APIError(404, "There is no such route."))
+    if error.status_code == 405:
+        return answer(APIError(405, f"This route does not answer {request.method}.", headers=error.headers))
+    return answer(APIError(error.status_code, str(error.detail)))
 
 
 class RequestContext:
@@ -255,7 +267,7 @@ class RequestContext:
             log.exception("request %s failed", identity)
             if started:
                 raise
-            await JSONResponse(internal_error().envelope(), 500)(scope, receive, send_with_id)
+            await answer(internal_error())(scope, receive, send_with_id)
 
 
 def _request_id(scope: Scope) -> str:

@@ -16,7 +16,8 @@ from octavo.scheduler.sizing import memory_capacity
 from octavo.server.describing import describe, describe_trace
 from octavo.server.plan_report import facts, text
 from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Forecast, Question, forecast
-from octavo.server.settings import SettingsError, add_arguments, count, resolve, size
+from octavo.server.settings import SettingsError, add_arguments, resolve
+from octavo.server.values import count, size
 
 PLANNED_SETTINGS = frozenset(
     {

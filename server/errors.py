@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 
 class APIError(Exception):
     """An answer in OpenAI's error shape. The message is one line and holds no path, address or traceback."""
@@ -48,3 +50,8 @@ def internal_error() -> APIError:
 def engine_unavailable() -> APIError:
     """A 503 while no engine runs."""
     return APIError(503, "The engine is not running.", code="engine_dead", headers={"Retry-After": "5"})
+
+
+def answer(error: APIError) -> JSONResponse:
+    """The response that says so."""
+    return JSONResponse(error.envelope(), error.status, error.headers)

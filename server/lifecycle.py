@@ -13,6 +13,7 @@ import uvicorn
 
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import Ready
+from octavo.server.access import AccessRules
 from octavo.server.app import Service, create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
@@ -163,8 +164,9 @@ class HTTPServer(uvicorn.Server):
 
 
 def _uvicorn_config(service: Service, settings: ServerSettings) -> uvicorn.Config:
+    rules = AccessRules(settings.api_key + settings.api_key_file, settings.metrics_open, settings.metrics_key)
     return uvicorn.Config(
-        create_app(service),
+        create_app(service, rules, settings.cors_origin),
         log_config=None,
         lifespan="off",
         ws="none",

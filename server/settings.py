@@ -6,7 +6,6 @@ the same function, so an error reads the same wherever the value came from.
 
 import argparse
 import difflib
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,88 +14,17 @@ from typing import Any
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
+from octavo.server.values import boolean, count, existing_file, keys_of, origin, port, seconds, share, size, word
 
 ENVIRONMENT_PREFIX = "OCTAVO_"
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
 """Read by the kernels themselves, when they are compiled at first use."""
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class SettingsError(ValueError):
     """A setting cannot be understood or does not exist. The text names the flag or variable."""
 
     exit_code = 64
-
-
-def count(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
-    """A parser of whole numbers in a range, with an optional suffix k or m (1,024 and its square)."""
-
-    def parse(text: str) -> int:
-        match = re.fullmatch(r"(\d{1,12})([km]?)", text.strip().lower())
-        if match is None:
-            raise ValueError("give a whole number, such as 8192 or 8k")
-        value = int(match[1]) * _UNITS[match[2]]
-        if not minimum <= value <= maximum:
-            raise ValueError(f"must be {minimum} to {maximum}")
-        return value
-
-    return parse
-
-
-def size(text: str) -> int:
-    """Parse bytes, with an optional binary suffix: 8G, 8GB and 8GiB are the same."""
-    match = re.fullmatch(r"(\d{1,15})(\.\d{1,6})?\s*([kmgt]?)(i?b)?", text.strip().lower())
-    if match is None:
-        raise ValueError("give bytes with an optional unit, such as 16GiB or 500M")
-    value = int(float(match[1] + (match[2] or "")) * _UNITS[match[3]])
-    if value < 1:
-        raise ValueError("must be positive")
-    return value
-
-
-def share(text: str) -> float:
-    """Parse a share of a whole, above 0 and at most 1."""
-    if re.fullmatch(r"\d?(\.\d{1,6})?", text.strip()) is None or not 0 < float(text.strip() or "0") <= 1:
-        raise ValueError("give a number above 0 and at most 1, such as 0.9")
-    return float(text)
-
-
-def seconds(text: str) -> float:
-    """Parse a duration in seconds, up to a day."""
-    if re.fullmatch(r"\d{1,5}(\.\d{1,3})?", text.strip()) is None or float(text) > 86_400:
-        raise ValueError("give seconds from 0 to 86400")
-    return float(text)
-
-
-def port(text: str) -> int:
-    """Parse a TCP port; 0 lets the system choose."""
-    if "://" in text:
-        raise ValueError("looks like a Kubernetes service link: set enableServiceLinks: false in the pod")
-    return count(0, 65_535)(text)
-
-
-def boolean(text: str) -> bool:
-    """Parse the value of a yes-or-no environment variable."""
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.strip().lower() not in words:
-        raise ValueError("give 1 or 0")
-    return words[text.strip().lower()]
-
-
-def existing_file(text: str) -> Path:
-    """Parse the path of a file that can be read."""
-    path = Path(text)
-    if not path.is_file():
-        raise ValueError("there is no such file")
-    return path
-
-
-def word(text: str) -> str:
-    """Accept any text that is not blank."""
-    if not text.strip():
-        raise ValueError("must not be empty")
-    return text.strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +40,8 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The only words it accepts; empty: whatever `parse` does."""
     repeatable: bool = False
+    secret: bool = False
+    """Never logged."""
 
     @property
     def flag(self) -> str:
@@ -186,6 +116,28 @@ SETTINGS = (
         1024,
         "Requests that may wait beyond those that run; more are answered with 429.",
         "N",
+    ),
+    Setting(
+        "api_key",
+        HTTP,
+        word,
+        (),
+        "Key that clients must send, on every route but /health; repeat it for several. A file shows it to fewer.",
+        "KEY",
+        repeatable=True,
+        secret=True,
+    ),
+    Setting("api_key_file", HTTP, keys_of, (), "More keys, one a line; read once at start.", "FILE", secret=True),
+    Setting("metrics_open", HTTP, boolean, False, "Serve /metrics to whoever asks, without a key."),
+    Setting("metrics_key", HTTP, word, None, "A further key, for /metrics alone.", "KEY", secret=True),
+    Setting(
+        "cors_origin",
+        HTTP,
+        origin,
+        (),
+        "Web page that may call the server from a browser, such as https://example.org, or *; repeat it for several.",
+        "ORIGIN",
+        repeatable=True,
     ),
     Setting(
         "shutdown_timeout",
@@ -278,6 +230,11 @@ class ServerSettings:
     chat_template: Path | None
     max_body_bytes: int
     max_queued_requests: int
+    api_key: tuple[str, ...]
+    api_key_file: tuple[str, ...]
+    metrics_open: bool
+    metrics_key: str | None
+    cors_origin: tuple[str, ...]
     shutdown_timeout: float
     log_level: str
 
@@ -326,7 +283,7 @@ def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Set
             continue
         values[setting.name] = value = _parse(setting, source, given)
         if value != setting.default:
-            changed[setting.flag] = _spelled(value)
+            changed[setting.flag] = "***" if setting.secret else _spelled(value)
     values["served_model_name"] = values["served_model_name"] or (_default_name(values["model"]),)
     return Settings(
         server=ServerSettings(**{name: values[name] for name in ServerSettings.__dataclass_fields__}),
@@ -362,7 +319,8 @@ def _read(setting: Setting, source: str, text: str) -> Any:
     try:
         return setting.read(text)
     except ValueError as error:
-        raise SettingsError(f"{source}: {text!r}: {error}") from None
+        shown = "" if setting.secret else f" {text!r}:"
+        raise SettingsError(f"{source}:{shown} {error}") from None
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:

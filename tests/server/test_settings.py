@@ -19,6 +19,9 @@ GIVEN = {
     "served_model_name": ("a", ("a",)),
     "max_body_bytes": ("1.5M", 3 << 19),
     "max_queued_requests": ("0", 0),
+    "api_key": ("secret", ("secret",)),
+    "metrics_key": ("secret", "secret"),
+    "cors_origin": ("https://example.org", ("https://example.org",)),
     "shutdown_timeout": ("2.5", 2.5),
     "log_level": ("debug", "debug"),
     "device": ("cpu", "cpu"),
@@ -51,12 +54,26 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     names = {setting.name for setting in SETTINGS}
     assert names == {field.name for field in fields(ServerSettings)} | set(EngineConfig.__struct_fields__)
     assert len(names) == len(SETTINGS) <= 56
-    assert names == set(GIVEN) | {"chat_template", "prefix_caching"}
+    assert names == set(GIVEN) | {"chat_template", "prefix_caching", "api_key_file", "metrics_open"}
 
 
 def test_defaults_agree_with_the_engines_own() -> None:
     assert settings([]).engine == EngineConfig(model="smollm2")
-    assert settings([]).server == ServerSettings("127.0.0.1", 8000, ("smollm2",), None, 4 << 20, 1024, 30.0, "info")
+    assert settings([]).server == ServerSettings(
+        host="127.0.0.1",
+        port=8000,
+        served_model_name=("smollm2",),
+        chat_template=None,
+        max_body_bytes=4 << 20,
+        max_queued_requests=1024,
+        api_key=(),
+        api_key_file=(),
+        metrics_open=False,
+        metrics_key=None,
+        cors_origin=(),
+        shutdown_timeout=30.0,
+        log_level="info",
+    )
     assert not settings([]).changed
 
 
@@ -113,6 +130,9 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
         ("gpu_memory_utilization", "nan"),
         ("admission", "greedy"),
         ("chat_template", "/no/such/file"),
+        ("cors_origin", "example.org"),
+        ("cors_origin", "https://example.org/page"),
+        ("cors_origin", "null"),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_it_was_given_under(name: str, text: str) -> None:
@@ -149,3 +169,22 @@ def test_names_can_be_several_and_default_to_the_model_without_its_path(tmp_path
 def test_only_settings_that_differ_from_their_default_count_as_changed() -> None:
     changed = settings(["--port", "8000", "--memory", "1G", "--no-prefix-caching"], {"OCTAVO_HOST": "::1"}).changed
     assert changed == {"--memory": str(1 << 30), "--prefix-caching": "no", "--host": "::1"}
+
+
+def test_keys_come_from_flags_variables_and_files_and_are_shown_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# who has them\n\nfirst\n  second  \n")
+    resolved = settings(["--api-key", "third", "--api-key-file", str(path), "--metrics-key", "fourth"])
+    assert resolved.server.api_key == ("third",)
+    assert resolved.server.api_key_file == ("first", "second")
+    assert settings([], {"OCTAVO_API_KEY": "a,b"}).server.api_key == ("a", "b")
+    assert set(resolved.changed.values()) == {"***"}
+    path.write_text("# none\n")
+    for name, problem in ((str(path), "no key in this file"), ("/no/such/file", "no such file")):
+        with pytest.raises(SettingsError, match=f"^--api-key-file: there is {problem}$"):
+            settings(["--api-key-file", name])
+    path.write_bytes(b"\xff")
+    with pytest.raises(SettingsError, match="UTF-8"):
+        settings(["--api-key-file", str(path)])
+    with pytest.raises(SettingsError, match=r"^--api-key: must not be empty$"):
+        settings(["--api-key", " "])

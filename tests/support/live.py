@@ -15,6 +15,7 @@ import uvicorn
 
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import EngineConfig
+from octavo.server.access import AccessRules
 from octavo.server.app import Service, create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
 from octavo.server.template import ChatTemplate
@@ -83,6 +84,8 @@ def live_server(
     model: str = "smollm2",
     max_body_bytes: int = 4 * 1024 * 1024,
     max_queued_requests: int = 1024,
+    rules: AccessRules | None = None,
+    origins: Sequence[str] = (),
 ) -> Iterator[Live]:
     """Serve until the block ends; the engine must be gone then."""
     started: threading.Event = threading.Event()
@@ -103,7 +106,9 @@ def live_server(
         )
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
+            uvicorn.Config(
+                create_app(service, rules, origins), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"
+            )
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

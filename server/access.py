@@ -1,0 +1,102 @@
+"""Who may ask for what: API keys, and Host headers that are what they seem.
+
+Both are plain ASGI and look at `scope["path"]`, by which routes are matched; an URL put together from headers of
+the client's choice decides nothing.
+"""
+
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.errors import APIError, answer
+
+HOST = re.compile(rb"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """What the operator wants. Without any key, everybody may ask for everything."""
+
+    keys: tuple[str, ...] = ()
+    metrics_open: bool = False
+    """Whether /metrics needs no key."""
+    metrics_key: str | None = None
+    """A key for /metrics alone."""
+
+
+class HostCheck:
+    """Refuses requests with a Host header that is missing, doubled, or no host."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 400."""
+        hosts = _values(scope, b"host") if scope["type"] == "http" else [b"-"]
+        old = scope.get("http_version") == "1.0" and not hosts
+        if old or (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
+            await self._app(scope, receive, send)
+        else:
+            error = APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
+            await answer(error)(scope, receive, send)
+
+
+class Authentication:
+    """Asks for a key on every path but /health and those below it."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app = app
+        self._keys = _digests(rules.keys)
+        self._metrics_keys = self._keys + _digests((rules.metrics_key,) if rules.metrics_key else ())
+        self._metrics_open = rules.metrics_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] != "http" or self._allows(scope):
+            await self._app(scope, receive, send)
+        else:
+            error = APIError(
+                401,
+                "A valid API key is needed: send the header 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await answer(error)(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if path == "/health" or path.startswith("/health/") or (path == "/metrics" and self._metrics_open):
+            return True
+        keys = self._metrics_keys if path == "/metrics" else self._keys
+        return not keys or _is_among(_given_key(scope), keys)
+
+
+def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(sha256(key.encode()).digest() for key in keys)
+
+
+def _is_among(given: bytes, digests: Iterable[bytes]) -> bool:
+    """Compare with all of them, so that the time tells nothing about any."""
+    digest = sha256(given).digest()
+    found = False
+    for known in digests:
+        found |= hmac.compare_digest(digest, known)
+    return found
+
+
+def _given_key(scope: Scope) -> bytes:
+    """The key a client sends: as OpenAI's clients do, or in Anthropic's header."""
+    bearers = _values(scope, b"authorization")
+    if len(bearers) == 1:
+        scheme, _, key = bearers[0].partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    others = _values(scope, b"x-api-key")
+    return others[0] if len(others) == 1 and not bearers else b""
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for header, value in scope["headers"] if header == name]
