@@ -15,12 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.model.config import ModelConfig
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
 from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Writer, chunks, whole
+from octavo.server.body import JSONBody, read_body
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, answer, engine_unavailable, internal_error
+from octavo.server.inspection import add_inspection_routes
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.openapi import document
 from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
@@ -44,6 +47,7 @@ class Service:
     template: ChatTemplate | None
     names: Sequence[str]
     """Served model names; the first is the one that answers carry by default."""
+    config: ModelConfig
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 1024
     draining: bool = False
@@ -118,6 +122,7 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     _add_generation_routes(app, service)
     _add_model_routes(app, service)
     _add_operation_routes(app, service)
+    add_inspection_routes(app, service)
     return app
 
 
@@ -161,7 +166,7 @@ async def _answer(
         source = chunks(writer, prepared.prompts, choices, include_usage=include_usage)
         return EventStream(source, choices, headers)
     try:
-        return JSONResponse(
+        return JSONBody(
             await while_connected(request.receive, whole(writer, prepared.prompts, choices)), headers=headers
         )
     except ClientGoneError:
@@ -205,23 +210,6 @@ def _add_operation_routes(app: FastAPI, service: Service) -> None:
     @app.get("/version", tags=["operate"], summary="The version of this server")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a JSON body of at most `limit` bytes. Raises 413 or 415."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise APIError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
-    too_large = APIError(413, f"The body is larger than {limit} bytes.")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_large
-    return bytes(body)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001

@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import Ready
 from octavo.server.access import AccessRules
@@ -179,13 +180,15 @@ def _uvicorn_config(service: Service, settings: ServerSettings) -> uvicorn.Confi
 
 def _load_service(settings: Settings, client: EngineClient) -> Service:
     """Load what the server itself needs of the model. Raises an exception with an exit code."""
-    tokenizer = load_tokenizer(locate(settings.engine.model))
+    path = locate(settings.engine.model)
+    tokenizer = load_tokenizer(path)
     server = settings.server
     return Service(
         client=client,
         tokenizer=tokenizer,
         template=_load_template(server, tokenizer),
         names=server.served_model_name,
+        config=read_config(path),
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,
     )

@@ -6,12 +6,17 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from octavo.server.protocol import ChatRequest, CompletionRequest
+from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
+BODIES: dict[str, tuple[type[BaseModel], ...]] = {
+    "/v1/completions": (CompletionRequest,),
+    "/v1/completions/render": (CompletionRequest,),
+    "/v1/chat/completions": (ChatRequest,),
+    "/v1/chat/completions/render": (ChatRequest,),
+    "/tokenize": (TokenizeText, TokenizeChat),
+    "/detokenize": (DetokenizeRequest,),
 }
+"""What each route reads: one of these."""
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -19,12 +24,13 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        for path, model in BODIES.items():
-            body = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(body.pop("$defs", {}))
-            schemas[model.__name__] = body
-            reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-            content = {"application/json": {"schema": reference}}
+        for path, models in BODIES.items():
+            for model in models:
+                body = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas.update(body.pop("$defs", {}))
+                schemas[model.__name__] = body
+            references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+            content = {"application/json": {"schema": references[0] if len(models) == 1 else {"anyOf": references}}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         app.openapi_schema = schema
     return app.openapi_schema

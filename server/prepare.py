@@ -5,7 +5,7 @@ All checks that need the model (its vocabulary, its context) are made before the
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from octavo.model.philox import choice_seed
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import Ready
 from octavo.server.errors import invalid
-from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from octavo.server.protocol import ChatRequest, CompletionRequest, Conversation, SamplingFields
 from octavo.server.template import ChatTemplate, TemplateRequestError
 from octavo.server.tokenizer import Tokenizer
 
@@ -48,11 +48,11 @@ async def prepare_completion(request: CompletionRequest, tokenizer: Tokenizer, r
     special = request.add_special_tokens is not False
     prompts = []
     for index, prompt in enumerate(request.prompt):
-        ids = await _encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
+        ids = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
         where = f"prompt[{index}]" if len(request.prompt) > 1 else "prompt"
         if not ids:
             raise invalid("prompt", f"Invalid '{where}': it is empty, and this model adds no token of its own.")
-        _check_ids(ids, ready.vocabulary, "prompt", where)
+        check_ids(ids, ready.vocabulary, "prompt", where)
         prompts.append(tuple(ids))
     given = request.max_tokens if "max_tokens" in request.model_fields_set else None
     limits = tuple(_completion_limit(given, len(prompt), ready.max_model_len) for prompt in prompts)
@@ -66,14 +66,7 @@ async def prepare_chat(
     """Render and tokenise the conversation and check it against the model. Raises APIError (400)."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
-    if template is None:
-        raise invalid(
-            "messages",
-            "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
-            "unsupported_parameter",
-        )
-    text = await asyncio.to_thread(_render, template, request)
-    prompt = tuple(await _encode(tokenizer, text, request.add_special_tokens is True))
+    prompt = tuple(await encode_conversation(request, tokenizer, template))
     room = _room(len(prompt), ready.max_model_len, "messages")
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     limit = room if asked is None else min(asked, room)
@@ -81,7 +74,21 @@ async def prepare_chat(
     return _prepared(request, (prompt,), (limit,), (logprobs, None), ready)
 
 
-def _render(template: ChatTemplate, request: ChatRequest) -> str:
+async def encode_conversation(
+    request: Conversation, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Sequence[int]:
+    """Return the token ids of a conversation, as the model's template writes it. Raises APIError (400)."""
+    if template is None:
+        raise invalid(
+            "messages",
+            "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
+            "unsupported_parameter",
+        )
+    text = await asyncio.to_thread(_render, template, request)
+    return await encode(tokenizer, text, request.add_special_tokens is True)
+
+
+def _render(template: ChatTemplate, request: Conversation) -> str:
     extra: Mapping[str, Any] = request.chat_template_kwargs or {}
     reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & extra.keys()
     if reserved:
@@ -101,13 +108,15 @@ def _render(template: ChatTemplate, request: ChatRequest) -> str:
         raise invalid("messages", f"The chat template refuses this conversation: {error}") from None
 
 
-async def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Tokenise a text without holding up the event loop."""
     if len(text) <= INLINE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
 
-def _check_ids(ids: Any, vocabulary: int, param: str, where: str) -> None:
+def check_ids(ids: Any, vocabulary: int, param: str, where: str) -> None:
+    """Raise the 400 that names the first id which the model does not know."""
     if min(ids) >= 0 and max(ids) < vocabulary:
         return
     position = next(i for i, token in enumerate(ids) if not 0 <= token < vocabulary)
@@ -161,9 +170,9 @@ def _sampling_params(
 ) -> SamplingParams:
     """Bring nulls to their defaults and check every token id against the width of the logits."""
     if request.logit_bias:
-        _check_ids(request.logit_bias, ready.vocabulary, "logit_bias", "logit_bias")
+        check_ids(request.logit_bias, ready.vocabulary, "logit_bias", "logit_bias")
     if request.stop_token_ids:
-        _check_ids(request.stop_token_ids, ready.vocabulary, "stop_token_ids", "stop_token_ids")
+        check_ids(request.stop_token_ids, ready.vocabulary, "stop_token_ids", "stop_token_ids")
     temperature = _or(request.temperature, 1.0)
     top_p, top_k = _or(request.top_p, 1.0), max(0, int(_or(request.top_k, 0)))
     if top_p == 0:

@@ -118,6 +118,43 @@ class StreamOptions(_Request):
     include_usage: bool | None = None
 
 
+def _content(value: Any) -> Any:
+    """Join the text parts of a message's content; nothing but text is served."""
+    if not isinstance(value, list):
+        return value
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'part {index} must be {{"type": "text", "text": ...}}; only text is served')
+    return "".join(part["text"] for part in value)
+
+
+class Message(_Request):
+    """One message of a conversation."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})] = (
+        None
+    )
+    name: str | None = Field(None, max_length=256)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: absent fields left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class Conversation(_Request):
+    """What a chat template makes a prompt of."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+
+
 class SamplingFields(_Request):
     """The fields that both endpoints share."""
 
@@ -166,49 +203,45 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = True
 
 
-def _content(value: Any) -> Any:
-    """Join the text parts of a message's content; nothing but text is served."""
-    if not isinstance(value, list):
-        return value
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'part {index} must be {{"type": "text", "text": ...}}; only text is served')
-    return "".join(part["text"] for part in value)
-
-
-class Message(_Request):
-    """One message of a conversation."""
-
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})] = (
-        None
-    )
-    name: str | None = Field(None, max_length=256)
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: absent fields left out."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, Conversation):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+
+
+class TokenizeText(_Request):
+    """POST /tokenize with a text."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str
+    add_special_tokens: bool | None = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChat(Conversation):
+    """POST /tokenize with a conversation."""
+
+    model: str | None = Field(None, max_length=512)
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=512)
+    tokens: list[TokenId]
 
 
 def parse(model: type[R], body: bytes) -> R:
     """Read a request body, or raise the 400 that says what is wrong with it. Nothing of a large input is echoed."""
+    return validate(model, decode(body))
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body, or raise the 400."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -217,6 +250,11 @@ def parse(model: type[R], body: bytes) -> R:
         raise invalid(None, "The body is not valid JSON: nested too deep.", "invalid_json") from None
     if not isinstance(fields, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
+    return fields
+
+
+def validate(model: type[R], fields: Mapping[str, Any]) -> R:
+    """Check every field of a request, or raise the 400 that names the first offending one."""
     refuse_unsupported(fields)
     try:
         return model.model_validate(fields)

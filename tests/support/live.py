@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
+from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
@@ -101,6 +102,7 @@ def live_server(
             tokenizer,
             template,
             ("smollm2", "alias/with-slash"),
+            read_config(path),
             max_body_bytes=max_body_bytes,
             max_queued_requests=max_queued_requests,
         )

@@ -1,0 +1,36 @@
+"""Bodies of requests and answers: JSON, read within limits and written quickly."""
+
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from octavo.server.errors import APIError
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Read a JSON body of at most `limit` bytes. Raises 413 or 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise APIError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
+    too_large = APIError(413, f"The body is larger than {limit} bytes.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+class JSONBody(Response):
+    """An answer in JSON, encoded many times faster than by the standard library: long lists hold up nobody else."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode anything that JSON can say; bytes are taken as encoded already."""
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)

@@ -1,0 +1,175 @@
+"""Routes that tell without computing: a text in tokens, a request as the engine would get it, what runs here."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request
+
+from octavo.server import __version__, protocol
+from octavo.server.body import JSONBody, read_body
+from octavo.server.describing import matrices
+from octavo.server.errors import invalid
+from octavo.server.prepare import Prepared, check_ids, encode, encode_conversation, prepare_chat, prepare_completion
+from octavo.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeChat,
+    TokenizeText,
+    decode,
+    parse,
+    validate,
+)
+from octavo.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.server.app import Service
+
+
+def add_inspection_routes(app: FastAPI, service: "Service") -> None:
+    """Add /tokenize, /detokenize, the two render routes and /info."""
+    _add_token_routes(app, service)
+    _add_render_routes(app, service)
+
+    @app.get("/info", tags=["operate"], summary="The model, its limits and its memory")
+    async def info() -> JSONBody:
+        return JSONBody(_info(service))
+
+
+def _add_token_routes(app: FastAPI, service: "Service") -> None:
+    @app.post("/tokenize", tags=["tokens"], summary="The token ids of a text or a conversation")
+    async def tokenize(request: Request) -> JSONBody:
+        fields = decode(await read_body(request, service.max_body_bytes))
+        body: TokenizeChat | TokenizeText
+        if "messages" in fields:
+            body = validate(TokenizeChat, fields)
+            ids = await encode_conversation(body, service.tokenizer, service.template)
+        else:
+            body = validate(TokenizeText, fields)
+            ids = await encode(service.tokenizer, body.prompt, body.add_special_tokens is not False)
+        if body.model is not None:
+            service.check_model(body.model)
+        strings = service.tokenizer if body.return_token_strs else None
+        return JSONBody(await asyncio.to_thread(_tokens, ids, service.client.ready.max_model_len, strings))
+
+    @app.post("/detokenize", tags=["tokens"], summary="The text of token ids")
+    async def detokenize(request: Request) -> JSONBody:
+        body = parse(DetokenizeRequest, await read_body(request, service.max_body_bytes))
+        if body.model is not None:
+            service.check_model(body.model)
+        context = service.client.ready.max_model_len
+        if len(body.tokens) > context:
+            raise invalid("tokens", f"'tokens' holds {len(body.tokens)} ids; at most {context} make a text here.")
+        if body.tokens:
+            check_ids(body.tokens, service.client.ready.vocabulary, "tokens", "tokens")
+        return JSONBody({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _tokens(ids: Sequence[int], context: int, strings: Tokenizer | None) -> bytes:
+    """The answer of /tokenize, encoded: it can be long."""
+    texts = None if strings is None else [strings.token_text(token) for token in ids]
+    return msgspec.json.encode({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts})
+
+
+def _add_render_routes(app: FastAPI, service: "Service") -> None:
+    """What routers use to find the replica that has a prefix in its cache."""
+
+    @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
+    async def render_completion(request: Request) -> JSONBody:
+        body = parse(CompletionRequest, await read_body(request, service.max_body_bytes))
+        service.check_model(body.model)
+        prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
+        return JSONBody(_rendered(body, prepared, "cmpl"))
+
+    @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
+    async def render_chat(request: Request) -> JSONBody:
+        body = parse(ChatRequest, await read_body(request, service.max_body_bytes))
+        service.check_model(body.model)
+        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
+        return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
+
+
+def _rendered(body: SamplingFields, prepared: Prepared, prefix: str) -> list[dict[str, Any]]:
+    """Each prompt as the engine would get it, in the shape of vLLM's render routes."""
+    name = f"{prefix}-{uuid.uuid4().hex}"
+    sampling = asdict(prepared.params[0]) | {"n": prepared.choices, "stop": body.stop, "seed": body.seed}
+    return [
+        {
+            "request_id": f"{name}-{index}",
+            "token_ids": prompt,
+            "sampling_params": sampling | {"max_tokens": limit},
+            "model": body.model,
+            "stream": body.stream is True,
+            "cache_salt": body.cache_salt,
+        }
+        for index, (prompt, limit) in enumerate(zip(prepared.prompts, prepared.max_tokens, strict=True))
+    ]
+
+
+def _info(service: "Service") -> dict[str, Any]:
+    """Everything that does not change while the server runs, and how full it is; no path and no secret."""
+    ready = service.client.ready
+    return {
+        "version": __version__,
+        "device": ready.device,
+        "model": _model(service),
+        "limits": {
+            "max_model_len": ready.max_model_len,
+            "max_num_seqs": ready.max_num_seqs,
+            "max_num_batched_tokens": ready.max_num_batched_tokens,
+            "max_queued_requests": service.max_queued_requests,
+            "max_body_bytes": service.max_body_bytes,
+            "n": protocol.MAX_CHOICES,
+            "prompts": protocol.MAX_PROMPTS,
+            "logprobs": protocol.MAX_LOGPROBS,
+            "stop": protocol.MAX_STOPS,
+            "stop_length": protocol.MAX_STOP_LENGTH,
+        },
+        "memory": _memory(service),
+        "requests": {"running": service.client.metrics.running, "waiting": service.client.metrics.waiting},
+    }
+
+
+def _model(service: "Service") -> dict[str, Any]:
+    ready, config = service.client.ready, service.config
+    return {
+        "id": service.names[0],
+        "aliases": list(service.names[1:]),
+        "architecture": ready.architecture,
+        "parameters": ready.parameters,
+        "vocabulary": ready.vocabulary,
+        "dtype": ready.dtype,
+        "kernels": ready.kernels,
+        "fingerprint": service.fingerprint,
+        "batch_invariant": ready.batch_invariant,
+        "chat": service.template is not None,
+        "layers": config.layers,
+        "width": config.width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "block": [asdict(matrix) | {"parameters": matrix.parameters} for matrix in matrices(config)],
+    }
+
+
+def _memory(service: "Service") -> dict[str, Any]:
+    ready, stats = service.client.ready, service.client.metrics.stats
+    return {
+        "budget": ready.memory_budget,
+        "buckets": [
+            {"bucket": line.bucket, "planned": line.planned, "allocated": line.allocated} for line in ready.memory
+        ],
+        "kv": {
+            "block_size": ready.block_size,
+            "bytes_per_token": ready.kv_bytes_per_token,
+            "blocks": ready.blocks,
+            "used": stats.blocks_referenced,
+            "cached": stats.blocks_cached,
+            "free": stats.blocks_free,
+        },
+    }
