@@ -30,3 +30,33 @@ inline bf16 from_float<bf16>(float value) {
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return static_cast<bf16>(value != value ? (bits >> 16) | 0x40 : rounded);
 }
+
+// 16 numbers side by side; where registers are narrower, the compiler makes several of them.
+#pragma GCC diagnostic ignored "-Wpsabi"  // how vectors are passed matters to nobody: what takes them is inlined
+constexpr int lane_count = 16;
+typedef float Lanes __attribute__((vector_size(lane_count * sizeof(float))));
+typedef int32_t IntLanes __attribute__((vector_size(lane_count * sizeof(int32_t))));
+typedef uint32_t BitLanes __attribute__((vector_size(lane_count * sizeof(uint32_t))));
+typedef uint16_t HalfLanes __attribute__((vector_size(lane_count * sizeof(uint16_t))));
+
+static inline Lanes load_lanes(const float* from) {
+    Lanes values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+static inline Lanes load_lanes(const bf16* from) {
+    HalfLanes halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Lanes>(__builtin_convertvector(halves, BitLanes) << 16);
+}
+
+static inline void store_lanes(float* to, Lanes values) { std::memcpy(to, &values, sizeof values); }
+
+// Rounds as from_float does.
+static inline void store_lanes(bf16* to, Lanes values) {
+    const BitLanes bits = reinterpret_cast<BitLanes>(values);
+    const BitLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const HalfLanes halves = __builtin_convertvector(values != values ? (bits >> 16) | 0x40 : rounded, HalfLanes);
+    std::memcpy(to, &halves, sizeof halves);
+}

@@ -51,10 +51,17 @@ struct Product {
     int runs, run, step;
 };
 
+// Where operands begin, and where those of the span after this one do: they are fetched from memory meanwhile.
+template <class Type>
+struct Start {
+    const typename Type::Element* now;
+    const typename Type::Element* next;
+};
+
 // The one inner loop of both products. Its sums stay in registers, and all queries share every load.
 // starts: [runs][VECTORS]
 template <class Type, int QUERIES, int VECTORS>
-void accumulate(const Product<Type>& product, const typename Type::Element* const* starts, Floats* sums) {
+void accumulate(const Product<Type>& product, const Start<Type>* starts, Floats* sums) {
     Floats sum[QUERIES][VECTORS];
 #pragma GCC unroll 8
     for (int q = 0; q < QUERIES; q++)
@@ -64,13 +71,16 @@ void accumulate(const Product<Type>& product, const typename Type::Element* cons
     const size_t step = product.step;
     for (int r = 0; r < product.runs; r++) {
         const typename Type::Factor* factors = product.factors + r * product.run;
-        const typename Type::Element* start[VECTORS];
+        Start<Type> start[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) start[v] = starts[r * VECTORS + v];
         for (int i = 0; i < product.run; i++) {
             typename Type::Operand operand[VECTORS];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) operand[v] = Type::load_operand(start[v] + i * step);
+            for (int v = 0; v < VECTORS; v++) {
+                operand[v] = Type::load_operand(start[v].now + i * step);
+                __builtin_prefetch(start[v].next + i * step);
+            }
 #pragma GCC unroll 8
             for (int q = 0; q < QUERIES; q++)
 #pragma GCC unroll 8
@@ -85,7 +95,7 @@ void accumulate(const Product<Type>& product, const typename Type::Element* cons
 }
 
 template <class Type, int VECTORS>
-void accumulate_some(int queries, const Product<Type>& product, const typename Type::Element* const* starts, Floats* sums) {
+void accumulate_some(int queries, const Product<Type>& product, const Start<Type>* starts, Floats* sums) {
     switch (queries) {
         case 1: return accumulate<Type, 1, VECTORS>(product, starts, sums);
         case 2: return accumulate<Type, 2, VECTORS>(product, starts, sums);
@@ -98,12 +108,12 @@ void accumulate_some(int queries, const Product<Type>& product, const typename T
     }
 }
 
-// start_of(vector, run) is the address of a run's first operand.
+// start_of(vector, run) is where a run's first operand lies.
 template <class Type, class StartOf>
 void multiply(int queries, int vectors, const Product<Type>& product, const StartOf& start_of) {
     for (int first = 0; first < vectors;) {
         const int wide = vectors - first >= WIDE ? WIDE : 1;
-        const typename Type::Element* starts[SPAN / BLOCK * WIDE];
+        Start<Type> starts[SPAN / BLOCK * WIDE];
         for (int r = 0; r < product.runs; r++)
             for (int v = 0; v < wide; v++) starts[r * wide + v] = start_of(first + v, r);
         if (wide == WIDE)
@@ -231,27 +241,30 @@ struct Tile {
         Span<Type> span;
         span.base = base;
         span.blocks = last - base >= SPAN ? SPAN / BLOCK : (last - base) / BLOCK + 1;
-        for (int b = 0; b < span.blocks; b++) {
-            const size_t offset = layer.offset_of_position(row, head, base + b * BLOCK);
-            const int written = plan().kv_lengths[row] - base - b * BLOCK;
+        for (int b = 0; b < SPAN / BLOCK; b++) {
+            const int seen = b < span.blocks ? b : 0;  // what is never seen is only ever fetched ahead
+            const size_t offset = layer.offset_of_position(row, head, base + seen * BLOCK);
             span.keys[b] = layer.keys + offset;
-            span.values[b] = written >= BLOCK ? layer.values + offset : clean_tail(layer.values + offset, written);
+            span.values[b] = layer.values + offset;
         }
         return span;
     }
 
     // A weight of 0 does not silence a NaN, and memory that nobody has written may hold one.
-    const Element* clean_tail(const Element* values, int written) {
-        const int head_dim = plan().head_dim;
-        for (int i = 0; i < BLOCK * head_dim; i++) {
-            const int position = i / (head_dim * PACK) * PACK + i % PACK;
-            tail[i] = position < written ? values[i] : Element(0);
-        }
-        return tail;
+    void clean_tail(Span<Type>& span) {
+        const int written = plan().kv_lengths[row] - span.base;  // from the first of its positions on
+        const int b = written / BLOCK, last = written % BLOCK;
+        if (b >= span.blocks || last == 0) return;
+        const Element* values = span.values[b];
+        const int pair = plan().head_dim * PACK, whole = last / PACK * pair;
+        std::memcpy(tail, values, whole * sizeof(Element));
+        std::memset(tail + whole, 0, (BLOCK * plan().head_dim - whole) * sizeof(Element));
+        for (int i = 0; i < last % PACK * pair; i += PACK) tail[whole + i] = values[whole + i];
+        span.values[b] = tail;
     }
 
     // Add one span to the state of `count` queries.
-    void add(const Span<Type>& span, int first, int count) {
+    void add(const Span<Type>& span, const Span<Type>& next, int first, int count) {
         Floats scores[GROUP * SPAN_VECTORS];
         Factor weights[GROUP * SPAN / PACK];
         float decay[GROUP];
@@ -259,14 +272,15 @@ struct Tile {
         const Product<Type> score{factors + first * head_dim / PACK, head_dim / PACK, nullptr, scores, SPAN_VECTORS,
                                   1, head_dim / PACK, BLOCK * PACK};
         multiply(count, vectors, score, [&](int vector, int) {
-            return span.keys[vector * LANES / BLOCK] + vector * LANES % BLOCK * PACK;
+            const int block = vector * LANES / BLOCK, offset = vector * LANES % BLOCK * PACK;
+            return Start<Type>{span.keys[block] + offset, next.keys[block] + offset};
         });
         for (int i = 0; i < count; i++)
             decay[i] = weigh(first + i, span.base, vectors, scores + i * SPAN_VECTORS, weights + i * SPAN / PACK);
         const Product<Type> output{weights, SPAN / PACK, decay, sums + first * head_vectors(), head_vectors(),
                                    span.blocks, BLOCK / PACK, head_dim * PACK};
         multiply(count, head_vectors(), output, [&](int vector, int block) {
-            return span.values[block] + dimension(vector) * PACK;
+            return Start<Type>{span.values[block] + dimension(vector) * PACK, next.values[block] + dimension(vector) * PACK};
         });
     }
 
@@ -308,12 +322,15 @@ struct Tile {
     void attend(View<const Element> q, View<Element> out) {
         begin(q);
         const int last = last_seen(queries - 1);
-        for (int base = first_seen(0) / SPAN * SPAN; base <= last; base += SPAN) {
-            const Span<Type> blocks = span(base, last);
+        Span<Type> next = span(first_seen(0) / SPAN * SPAN, last);
+        for (int base = next.base; base <= last; base += SPAN) {
+            Span<Type> blocks = next;
+            if (base + SPAN <= last) next = span(base + SPAN, last);
+            clean_tail(blocks);
             for (int first = 0; first < queries;) {
                 const int groups = (queries - first + GROUP - 1) / GROUP;
                 const int count = (queries - first + groups - 1) / groups;
-                if (base <= last_seen(first + count - 1) && base + SPAN > first_seen(first)) add(blocks, first, count);
+                if (base <= last_seen(first + count - 1) && base + SPAN > first_seen(first)) add(blocks, next, first, count);
                 first += count;
             }
         }

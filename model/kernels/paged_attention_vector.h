@@ -142,16 +142,23 @@ inline Floats exp2_of_nonpositive(Floats x) {
     return p * (Floats)((exponent + 127) << 23);
 }
 
+// Halve a vector until one number is left, in an order that is always the same.
+template <class Combine>
+inline float fold_lanes(Floats vector, const Combine& combine) {
+    float numbers[LANES];
+    store(numbers, vector);
+#pragma GCC unroll 8
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) numbers[lane] = combine(numbers[lane], numbers[lane + width]);
+    return numbers[0];
+}
+
 inline float highest_lane(Floats vector) {
-    float highest = vector[0];
-    for (int lane = 1; lane < LANES; lane++) highest = vector[lane] > highest ? vector[lane] : highest;
-    return highest;
+    return fold_lanes(vector, [](float a, float b) { return b > a ? b : a; });
 }
 
 inline float sum_of_lanes(Floats vector) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += vector[lane];
-    return sum;
+    return fold_lanes(vector, [](float a, float b) { return a + b; });
 }
 
 }  // namespace
