@@ -37,6 +37,10 @@ class RunnerLimits:
         """Token ids kept on the device: an int32 for every position of every slot, and one for the last sample."""
         return _INT32 * self.max_rows * (self.max_model_len + 1)
 
+    def mask_bytes(self, vocabulary: int) -> int:
+        """Token masks of all slots, and a byte for every token of the one that is being applied."""
+        return (self.max_rows + 8) * mask_width(vocabulary)
+
 
 @dataclass(frozen=True, slots=True)
 class Formats:
@@ -84,6 +88,7 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     lines = {
         "arena": arena_layout(rank, limits.max_tokens, limits.max_rows, formats.activations).bytes,
         "token ids of all slots": limits.slot_bytes,
+        "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),
     }
     if formats.ranks > 1:
@@ -91,6 +96,11 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     if formats.workspaces:
         lines["workspaces"] = formats.workspaces
     return lines
+
+
+def mask_width(vocabulary: int) -> int:
+    """Bytes of a mask with one bit a token, in whole words of 32 bits."""
+    return 4 * -(-vocabulary // 32)
 
 
 def rope_bytes(config: ModelConfig, positions: int) -> int:

@@ -183,7 +183,7 @@ def build_runner(
         limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
     )
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
-    ledger.allocate("activations", arena.nbytes + slots.tokens.nbytes + model.rope.nbytes + workspaces)
+    ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
     ledger.use("weights", model.weights_nbytes)
     sampler = Sampler(config.vocabulary, slots, limits.max_rows)

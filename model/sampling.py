@@ -1,7 +1,7 @@
 """From logits to tokens and log-probabilities.
 
-Logits are processed in this order: logit_bias, penalties, min_tokens mask, temperature, top_k, top_p, min_p. The noise
-of a draw depends on the request's seed and the token's position alone. Equal logits rank by token id, lower first.
+Logits are processed in this order: logit_bias, penalties, masks, temperature, top_k, top_p, min_p. The noise of a draw
+depends on the request's seed and the token's position alone. Equal logits rank by token id, lower first.
 Log-probabilities come from the raw logits. A row's result has the same bits whatever other rows are sampled with it,
 and a row that needs little does not pay for one that needs more.
 """
@@ -111,7 +111,7 @@ class Sampler:
         """
         records = self._slots.sampling[slots]
         result = self._empty(records["logprobs"])
-        if _greedy(records).all() and not _edited(records, positions).any() and not result.asked:
+        if _greedy(records).all() and not self._edited(slots, positions).any() and not result.asked:
             result.failed.copy_(_not_finite(logits))
             result.tokens.copy_(largest(logits))
         else:
@@ -155,7 +155,7 @@ class Sampler:
         records = self._slots.sampling[slots]
         result.failed.copy_(_not_finite(logits))
         raw_logprobs = take_rows(logits, result.asked).log_softmax(dim=1)
-        for row in np.flatnonzero(_edited(records, positions)).tolist():
+        for row in np.flatnonzero(self._edited(slots, positions)).tolist():
             self._edit(logits[row], int(slots[row]), int(positions[row]))
         chosen = largest(logits)
         # Biases and masks can forbid every token; then the largest logit is minus infinity.
@@ -170,8 +170,17 @@ class Sampler:
         result.tokens.copy_(chosen)
         _report(raw_logprobs, result.asked, result)
 
+    def _edited(self, slots: IntArray, positions: IntArray) -> Flags:
+        """Which rows have logits that change before the temperature."""
+        records = self._slots.sampling[slots]
+        flags = records["biased"] | self._slots.masks.active[slots]
+        for name, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
+            flags |= records[name] != neutral
+        flags |= positions - records["prompt_length"] < records["min_tokens"]
+        return flags
+
     def _edit(self, logits: Tensor, slot: int, position: int) -> None:
-        """Apply biases, penalties and the min_tokens mask to one row [vocabulary], in place."""
+        """Apply biases, penalties and masks to one row [vocabulary], in place."""
         record, lists = self._slots.sampling[slot], self._slots.lists[slot]
         if lists is None:
             raise ValueError(f"slot {slot} is sampled but free")
@@ -184,7 +193,9 @@ class Sampler:
         if presence != 0 or frequency != 0:
             output = self._slots.tokens[slot, prompt_length:position].long()
             self._penalise_occurrence(logits, output, presence, frequency)
-        if position - prompt_length < record["min_tokens"]:
+        if self._slots.masks.active[slot]:
+            self._slots.masks.apply(slot, logits)
+        elif position - prompt_length < record["min_tokens"]:
             logits.index_fill_(0, lists.ending_ids, -torch.inf)
 
     def _penalise_occurrence(self, logits: Tensor, output: Tensor, presence: float, frequency: float) -> None:
@@ -206,15 +217,6 @@ def _greedy(records: Records) -> Flags:
 def _truncated(records: Records, vocabulary: int) -> Flags:
     """Which rows need their tokens ranked. min_p alone does not."""
     flags: Flags = (records["top_k"] < vocabulary) | (records["top_p"] < 1)
-    return flags
-
-
-def _edited(records: Records, positions: IntArray) -> Flags:
-    """Which rows have logits that change before the temperature."""
-    penalised = (
-        (records["repetition_penalty"] != 1) | (records["presence_penalty"] != 0) | (records["frequency_penalty"] != 0)
-    )
-    flags: Flags = records["biased"] | penalised | (positions - records["prompt_length"] < records["min_tokens"])
     return flags
 
 

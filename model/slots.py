@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.attention import AttentionBatch
+from octavo.model.masks import TokenMasks
 from octavo.model.philox import unsigned_seed
 from octavo.model.step import Admission, Growth, Row, Step
 
@@ -81,17 +82,28 @@ class SlotTable:
         """Sampling parameters of each slot, with the length of its prompt."""
         self.lists: list[TokenLists | None] = [None] * max_slots
         """None where the slot is free."""
+        self.masks = TokenMasks(max_slots, vocabulary, device)
+        """Which tokens the rows of the last applied step may sample."""
         self._blocks = np.zeros((max_slots, max_blocks_per_slot), dtype=np.int32)
         self._block_counts = np.zeros(max_slots, dtype=np.int64)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device that do not depend on who runs."""
+        return self.tokens.nbytes + self.masks.nbytes
+
     def apply(self, step: Step) -> None:
-        """Retire, admit and grow as the step says. Raises ValueError where the step contradicts the table."""
+        """Retire, admit, grow and mask as the step says. Raises ValueError where the step contradicts the table."""
         for slot in step.retired:
             self._retire(slot)
         for admission in step.admitted:
             self._admit(admission)
         for growth in step.grown:
             self._grow(growth)
+        self.masks.clear()
+        for row in step.rows:
+            if row.mask is not None:
+                self.masks.restrict(row.slot, row.mask)
 
     def inputs(self, step: Step, tokens_out: Tensor, positions_out: Tensor, slots_out: Tensor) -> AttentionBatch:
         """Lay out the step's rows one after another and return what attention needs to know of them.

@@ -12,7 +12,7 @@ from typing import Protocol
 class SamplingParams:
     """How one request's tokens are chosen. Every field is validated by the server; ranges are those of the API.
 
-    Logits are processed in this order: logit_bias, penalties, min_tokens mask, temperature, top_k, top_p, min_p.
+    Logits are processed in this order: logit_bias, penalties, masks, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -75,6 +75,11 @@ class Row:
     """Whether the row reaches the end of the known tokens, so that its last position yields the next one."""
     score: bool = False
     """Whether to report log-probabilities of the prompt tokens that positions start .. start+count-1 predict."""
+    mask: bytes | None = None
+    """Which tokens may be sampled: token i has bit i % 8 of byte i // 8, in whole words of 32 bits. None allows all.
+
+    Whoever makes the mask heeds min_tokens in it; the sampler then does not.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from support.sampling_oracle import Case, Logits, expected, processed, run, run_
 
 from octavo.model import draw
 from octavo.model.sampling import Sampled, Sampler
-from octavo.model.step import RowResult, SamplingParams
+from octavo.model.step import RowResult, SamplingParams, Step
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -35,6 +35,7 @@ def mixed_cases(count: int, vocabulary: int) -> list[Case]:
             tokens=tuple((row * 7 + index * index) % vocabulary for index in range(3 + row % 11)),
             prompt_length=2,
             ending_ids=(1, 2),
+            allowed=tuple(range(row % 7, vocabulary, 3)) if row % 5 == 0 else None,
         )
         for row in range(count)
     ]
@@ -256,6 +257,39 @@ def test_a_bias_does_not_lift_the_min_tokens_mask() -> None:
 
 
 # Seeds
+
+
+@pytest.mark.parametrize("vocabulary", [31, 32, 33, 997])
+def test_a_mask_leaves_exactly_its_tokens(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    everyone = [tuple(rng.permutation(vocabulary)[: rng.integers(1, vocabulary + 1)].tolist()) for _ in range(20)]
+    cases = [Case(SamplingParams(temperature=0, logit_bias=((0, 100.0),)), allowed=allowed) for allowed in everyone]
+    for case, token in zip(cases, run(normal_logits(20, vocabulary), cases).tokens.tolist(), strict=True):
+        assert case.allowed is not None
+        assert token in case.allowed
+    forbidding = [Case(GREEDY, allowed=()), Case(GREEDY)]
+    assert run(normal_logits(2, vocabulary), forbidding).failed.tolist() == [True, False]
+
+
+def test_a_mask_lasts_for_one_step() -> None:
+    cases = [Case(GREEDY, allowed=(3,))]
+    logits = np.zeros((1, 9), dtype=np.float32)
+    table = table_of(cases, 9)
+    assert run_in(table, logits, cases, [0]).tokens.tolist() == [3]
+    table.apply(Step(retired=(), admitted=(), grown=(), rows=()))
+    assert run_in(table, logits, cases, [0]).tokens.tolist() == [0]
+
+
+def test_a_mask_decides_alone_which_tokens_may_end_a_request() -> None:
+    params = SamplingParams(temperature=0, min_tokens=5)
+    case = Case(params, ending_ids=(1,), allowed=(1,))
+    assert run(np.zeros((1, 9), dtype=np.float32), [case]).tokens.tolist() == [1]
+
+
+def test_a_mask_of_another_vocabulary_is_refused() -> None:
+    table = table_of([Case(GREEDY)], 33)
+    with pytest.raises(ValueError, match="a mask of 4 bytes instead of 8"):
+        table.masks.restrict(0, bytes(4))
 
 
 def test_the_extreme_seeds_draw_as_defined_and_differ() -> None:

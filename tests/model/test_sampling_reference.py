@@ -25,8 +25,10 @@ def cases(draw: st.DrawFn, vocabulary: int) -> Case:
         logit_bias=tuple(draw(st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 3.25]), max_size=3)).items()),
         min_tokens=draw(st.sampled_from([0, 0, 4])),
     )
-    assume(len({token for token, _ in params.logit_bias}) + 1 < vocabulary)
-    return Case(params, tuple(prompt + output), len(prompt), ending_ids=(draw(tokens),))
+    allowed = draw(st.none() | st.lists(tokens, max_size=vocabulary).map(tuple))
+    forbidden = {token for token, bias in params.logit_bias if bias == -100}
+    assume(len(forbidden) + 1 < vocabulary and (allowed is None or set(allowed) - forbidden))
+    return Case(params, tuple(prompt + output), len(prompt), ending_ids=(draw(tokens),), allowed=allowed)
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Logits:

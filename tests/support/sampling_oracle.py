@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
-from octavo.model.step import Admission, SamplingParams, Step
+from octavo.model.step import Admission, Row, SamplingParams, Step
 
 ROUNDING = 1e-11
 """Bound on the error of a share of the distribution: 5,000 float64 additions and exponents of up to 745, with room."""
@@ -24,6 +24,14 @@ class Case:
     tokens: tuple[int, ...] = (0,)
     prompt_length: int = 1
     ending_ids: tuple[int, ...] = ()
+    allowed: tuple[int, ...] | None = None
+    """Tokens that the row's mask allows; None: it has no mask."""
+
+    def mask(self, vocabulary: int) -> bytes | None:
+        if self.allowed is None:
+            return None
+        bits = sum(1 << token for token in set(self.allowed))
+        return bits.to_bytes(-(-vocabulary // 32) * 4, "little")
 
 
 def run(logits: Logits, cases: list[Case]) -> Sampled:
@@ -39,7 +47,8 @@ def table_of(cases: list[Case], vocabulary: int) -> SlotTable:
         Admission(slot, case.tokens, case.prompt_length, (slot,), case.params, case.ending_ids)
         for slot, case in enumerate(cases)
     )
-    table.apply(Step(retired=(), admitted=admitted, grown=(), rows=()))
+    rows = tuple(Row(slot, 0, 1, sample=True, mask=case.mask(vocabulary)) for slot, case in enumerate(cases))
+    table.apply(Step(retired=(), admitted=admitted, grown=(), rows=rows))
     return table
 
 
@@ -62,7 +71,9 @@ def processed(logits: Logits, case: Case) -> Logits:
         row[token] = value / penalty if value > 0 else value * penalty
     for token in set(output):
         row[token] = float(row[token]) - (params.frequency_penalty * output.count(token) + params.presence_penalty)
-    if len(output) < params.min_tokens:
+    if case.allowed is not None:
+        row[[token for token in range(len(row)) if token not in case.allowed]] = -np.inf
+    elif len(output) < params.min_tokens:
         for token in case.ending_ids:
             row[token] = -np.inf
     return row
