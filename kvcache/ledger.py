@@ -1,4 +1,4 @@
-"""The three memory buckets: what was planned, what was allocated, what is in use."""
+"""The three memory buckets: what was planned and what was allocated."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -38,46 +38,23 @@ class MemoryPlan:
 
 
 @dataclass(slots=True)
-class _Account:
-    planned: int
-    allocated: int = 0
-    used: int = 0
-
-
-@dataclass(slots=True)
 class MemoryLedger:
     """The plan beside what really happened. Allocations happen at start-up only, and never beyond the plan."""
 
     plan: MemoryPlan
-    _accounts: dict[Bucket, _Account] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._accounts = {bucket: _Account(self.plan.planned(bucket)) for bucket in BUCKETS}
+    _allocated: dict[Bucket, int] = field(init=False, default_factory=lambda: dict.fromkeys(BUCKETS, 0))
 
     def allocate(self, bucket: Bucket, nbytes: int) -> None:
         """Enter an allocation. MemoryError if the bucket would outgrow its plan."""
-        account = self._accounts[bucket]
-        if account.allocated + nbytes > account.planned:
-            raise MemoryError(
-                f"{bucket}: {nbytes} bytes on top of {account.allocated} allocated exceed the {account.planned} planned"
-            )
-        account.allocated += nbytes
-
-    def use(self, bucket: Bucket, nbytes: int) -> None:
-        """Set how many bytes of a bucket hold something now. ValueError beyond what is allocated."""
-        account = self._accounts[bucket]
-        if not 0 <= nbytes <= account.allocated:
-            raise ValueError(f"{bucket}: {nbytes} bytes in use of {account.allocated} allocated")
-        account.used = nbytes
+        allocated, planned = self._allocated[bucket], self.planned(bucket)
+        if allocated + nbytes > planned:
+            raise MemoryError(f"{bucket}: {nbytes} bytes on top of {allocated} allocated exceed the {planned} planned")
+        self._allocated[bucket] = allocated + nbytes
 
     def planned(self, bucket: Bucket) -> int:
         """Bytes the plan gives the bucket."""
-        return self._accounts[bucket].planned
+        return self.plan.planned(bucket)
 
     def allocated(self, bucket: Bucket) -> int:
         """Bytes allocated."""
-        return self._accounts[bucket].allocated
-
-    def used(self, bucket: Bucket) -> int:
-        """Bytes last reported in use."""
-        return self._accounts[bucket].used
+        return self._allocated[bucket]

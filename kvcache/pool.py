@@ -29,6 +29,7 @@ class BlockPool:
         """A stack: the block freed last is the likeliest to be warm in a processor's cache."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
+        self._peak = 0
 
     @property
     def total(self) -> int:
@@ -49,6 +50,11 @@ class BlockPool:
     def referenced(self) -> int:
         """Blocks in use by at least one request."""
         return self.total - self.available
+
+    @property
+    def peak(self) -> int:
+        """The most blocks that were referenced at one time."""
+        return self._peak
 
     @property
     def available(self) -> int:
@@ -73,6 +79,7 @@ class BlockPool:
                     raise ValueError(f"block {block} is free: it holds nothing to share")
                 del self._cached[block]
             self._references[block] += 1
+        self._peak = max(self._peak, self.referenced)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks with one reference each, or None and no change if there are not so many.
@@ -81,7 +88,9 @@ class BlockPool:
         """
         if count > self.available:
             return None
-        return [self._take() for _ in range(count)]
+        taken = [self._take() for _ in range(count)]
+        self._peak = max(self._peak, self.referenced)
+        return taken
 
     def _take(self) -> int:
         if self._free:

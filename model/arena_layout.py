@@ -7,6 +7,7 @@ arithmetic on shapes: the memory plan uses it before anything is loaded, and the
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from octavo.model.config import ModelConfig
@@ -102,6 +103,15 @@ def arena_layout(config: ModelConfig, max_tokens: int, max_rows: int, element_by
         offsets[area.name] = _first_fit(area.nbytes, [(offsets[other.name], other.nbytes) for other in rivals])
     end = max(offsets[area.name] + area.nbytes for area in areas)
     return ArenaLayout({area.name: area for area in areas}, offsets, end)
+
+
+@lru_cache(maxsize=4096)
+def bytes_in_use(config: ModelConfig, tokens: int, rows: int, element_bytes: int) -> int:
+    """Bytes that a step of so many tokens and rows of logits fills at its fullest point; 0 for a step without tokens.
+
+    Of the largest step it is the size of the arena.
+    """
+    return load(step_areas(config, tokens, rows, element_bytes), range(_HEAD + 1)) if tokens else 0
 
 
 def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:

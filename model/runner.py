@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout
+from octavo.model.arena_layout import arena_layout, bytes_in_use
 from octavo.model.attention import AttentionBackend
 from octavo.model.attention.load import load_attention
 from octavo.model.kernels import Kernels
@@ -81,6 +81,7 @@ class _Queued:
     rows: _Rows
     sampled: list[Sampled]
     scored: list[Sampled]
+    activations: int
 
     def wait(self) -> StepResult:
         """Put together what was sampled and scored, in the order of the rows."""
@@ -90,7 +91,7 @@ class _Queued:
         for samples, scores in zip(self.rows.samples, self.rows.scores, strict=True):
             own = next(sampled) if samples else RowResult()
             results.append(_with_scores(own, [next(scored) for _ in range(scores)]))
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), self.activations)
 
 
 def _with_scores(result: RowResult, scores: list[RowResult]) -> RowResult:
@@ -125,7 +126,14 @@ class ModelRunner:
         rows = _Rows.of(step.rows, self._slots.sampling["prompt_length"])
         if step.rows:
             self._forward(step)
-        return _Queued(rows, list(self._sample(rows.sampled())), list(self._score(rows.scored())))
+        sampled, scored = list(self._sample(rows.sampled())), list(self._score(rows.scored()))
+        return _Queued(rows, sampled, scored, self._activations(step.tokens, rows))
+
+    def _activations(self, tokens: int, rows: _Rows) -> int:
+        """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
+        logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
+        kept = self._slots.tokens.nbytes + self.model.rope.nbytes
+        return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize)
 
     def _forward(self, step: Step) -> None:
         """Compute the final norm of every token of the step, and append its K and V to the cache."""
@@ -185,6 +193,5 @@ def build_runner(
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
-    ledger.use("weights", model.weights_nbytes)
     sampler = Sampler(config.vocabulary, slots, limits.max_rows)
     return ModelRunner(model, attention, slots, sampler, arena)

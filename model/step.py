@@ -128,6 +128,8 @@ class StepResult:
     """Results in the order of the step's rows."""
 
     rows: tuple[RowResult, ...]
+    activations: int = 0
+    """Bytes of the activations' bucket that the step made use of."""
 
 
 class Pending(Protocol):

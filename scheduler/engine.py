@@ -53,6 +53,7 @@ class Engine:
         self._lookahead = lookahead
         self._pipeline: deque[_Queued] = deque()
         self._steps = 0
+        self._activations_used = self._activations_peak = 0
         self._closed = False
 
     def run(self) -> None:
@@ -104,6 +105,8 @@ class Engine:
         landed = perf_counter()
         events = self._scheduler.commit(queued.step, result)
         self._steps += 1
+        self._activations_used = result.activations
+        self._activations_peak = max(self._activations_peak, result.activations)
         stats = msgspec.structs.replace(
             self._stats(),
             step_tokens=queued.step.tokens,
@@ -122,6 +125,9 @@ class Engine:
             blocks_free=scheduler.pool.free,
             blocks_cached=scheduler.pool.cached,
             blocks_referenced=scheduler.pool.referenced,
+            blocks_peak=scheduler.pool.peak,
+            activations_used=self._activations_used,
+            activations_peak=self._activations_peak,
             steps_total=self._steps,
             preemptions_total=scheduler.preemptions,
             prefix_queries_total=scheduler.prefix_queries,

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
-from octavo.scheduler.planning import Machine, plan_engine, runner_limits
+from octavo.scheduler.planning import CPU_RUNTIME, HOST, Machine, plan_engine, runner_limits
 from octavo.scheduler.policy import Limits, Scheduler
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
 
@@ -122,9 +123,14 @@ def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str
         device="cpu",
         dtype=str(engine.dtype).removeprefix("torch."),
         kernels=engine.kernels.name,
-        memory=tuple(
-            MemoryLine(bucket=bucket, planned=ledger.planned(bucket), allocated=ledger.allocated(bucket))
-            for bucket in BUCKETS
+        process=os.getpid(),
+        memory=(
+            *(
+                MemoryLine(bucket=bucket, planned=ledger.planned(bucket), allocated=ledger.allocated(bucket))
+                for bucket in BUCKETS
+            ),
+            MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0),
+            MemoryLine(bucket="host", planned=HOST, allocated=0),
         ),
         memory_budget=engine.plan.budget,
         batch_invariant=invariance[0],

@@ -89,6 +89,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_referenced: int = 0
+    blocks_peak: int = 0
+    """The most blocks that were referenced at one time."""
+    activations_used: int = 0
+    """Bytes that the last step made use of."""
+    activations_peak: int = 0
+    """The same of the step that used most."""
     step_tokens: int = 0
     step_rows: int = 0
     steps_total: int = 0
@@ -110,11 +116,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MemoryLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket of the start-up table."""
+    """What became of the plan, in bytes: one line for each bucket of a device, one for the process beside them."""
 
     bucket: str
+    """weights, cache or activations; runtime (all else that the engine holds) or host (the server's process)."""
     planned: int
     allocated: int
+    used: int = 0
+    peak: int = 0
+    """The most that was used at one time."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -135,7 +145,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     kernels: str
     """Name of the code path, for example "avx512_bf16"."""
+    process: int
+    """Its number, by which the server looks up what it holds."""
     memory: tuple[MemoryLine, ...]
+    """As planned and allocated. Of runtime and host only the plan is known here."""
     memory_budget: int
     batch_invariant: bool
     batch_invariance_reason: str

@@ -12,6 +12,12 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.policy import Limits
 from octavo.scheduler.sizing import memory_budget, resolve_limits, size_pool
 
+_MIB = 1 << 20
+CPU_RUNTIME = 208 * _MIB
+"""What an engine on a CPU holds beside its buckets, predicted: the interpreter, torch, the stacks of its threads."""
+HOST = 144 * _MIB
+"""What the server's process holds, predicted: the interpreter, the tokenizer, requests and answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

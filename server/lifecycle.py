@@ -13,7 +13,7 @@ import uvicorn
 
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
-from octavo.scheduler.messages import Ready
+from octavo.scheduler.messages import MemoryLine, Ready
 from octavo.server.access import AccessRules
 from octavo.server.app import Service, create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
@@ -106,7 +106,7 @@ class Daemon:
         """Serve HTTP until all is drained or the engine is gone."""
         settings = self._settings.server
         service = await asyncio.to_thread(_load_service, self._settings, client)
-        for line in describe(client.ready):
+        for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
         server = HTTPServer(_uvicorn_config(service, settings))
         self._serving = True
@@ -216,13 +216,14 @@ def _death(client: EngineClient) -> int:
     return failure.exit_code
 
 
-def describe(ready: Ready) -> Iterator[str]:
-    """Yield the lines of the start-up table."""
+def describe(ready: Ready, memory: Sequence[MemoryLine]) -> Iterator[str]:
+    """Yield the lines of the start-up table: the engine, the ledger, what it has room for."""
     pool = ready.blocks * ready.block_size
     request = -(-ready.max_model_len // ready.block_size) * ready.block_size
     rows = {"model": f"{ready.architecture}, {ready.parameters:,} parameters, loaded in {ready.load_seconds:.1f} s"}
     rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}"
-    rows |= {line.bucket: f"{line.allocated / 2**20:,.1f} MiB" for line in ready.memory}
+    rows |= {line.bucket: f"{line.allocated:,} B of {line.planned:,} B planned" for line in memory}
+    rows["budget"] = f"{ready.memory_budget:,} B for weights, cache and activations"
     rows["KV cache"] = f"{ready.blocks:,} blocks of {ready.block_size} = {pool:,} tokens"
     rows["requests"] = f"{pool // request} of full length ({ready.max_model_len:,} tokens) fit into the cache"
     rows["a step"] = f"up to {ready.max_num_seqs} requests, {ready.max_num_batched_tokens:,} tokens"

@@ -15,8 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
-from octavo.scheduler.messages import EngineStats, FinishReason, Ready, StepReport, TokenEvent
+from octavo.scheduler.messages import EngineStats, FinishReason, MemoryLine, Ready, StepReport, TokenEvent
 from octavo.server import __version__
+from octavo.server.memory import MemoryAccounts
 
 __all__ = ["CONTENT_TYPE", "Histogram", "Metrics"]
 
@@ -32,7 +33,7 @@ REQUEST_BUCKETS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
 )
-MEMORY_BUCKETS = ("weights", "cache", "activations")
+MEMORY_KINDS = ("planned", "allocated", "used", "peak")
 REJECTIONS = ("queue_full", "draining")
 
 
@@ -76,6 +77,7 @@ class Metrics(Collector):
         self._clock = clock
         self._live: dict[int, _Clock] = {}
         self._ready: Ready | None = None
+        self._memory = MemoryAccounts()
         self._engine_up = False
         self._last_step_timestamp = 0.0
         self.stats = EngineStats()
@@ -114,6 +116,7 @@ class Metrics(Collector):
     def engine_ready(self, ready: Ready) -> None:
         """The engine waits for requests."""
         self._ready = ready
+        self._memory.engine_ready(ready)
         self._engine_up = True
         self.stats = EngineStats(blocks_free=ready.blocks)
 
@@ -145,6 +148,10 @@ class Metrics(Collector):
         self.stats = stats
         for event in report.events:
             self._event(event, now)
+
+    def memory(self) -> list[MemoryLine]:
+        """Return the ledger as it is now."""
+        return self._memory.lines(self.stats)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format, of the content type CONTENT_TYPE."""
@@ -240,11 +247,11 @@ class Metrics(Collector):
         yield blocks
         yield _gauge("kv_cache_usage_ratio", "Share of the pool that live requests hold.", self.cache_usage)
         yield _gauge("kv_bytes_per_token", "K and V of one token.", ready.kv_bytes_per_token if ready else 0)
-        allocated = dict.fromkeys(MEMORY_BUCKETS, 0)
-        allocated |= {line.bucket: line.allocated for line in ready.memory} if ready else {}
-        memory = GaugeMetricFamily("octavo_memory_bytes", "Memory allocated at start-up.", labels=["bucket"])
-        for bucket, count in allocated.items():
-            memory.add_metric([bucket], count)
+        text = "Memory by bucket: as planned before loading, as allocated, in use, and the most that was in use."
+        memory = GaugeMetricFamily("octavo_memory_bytes", text, labels=["bucket", "kind"])
+        for line in self.memory():
+            for kind in MEMORY_KINDS:
+                memory.add_metric([line.bucket, kind], getattr(line, kind))
         yield memory
         yield _gauge("memory_budget_bytes", "What the buckets may take.", ready.memory_budget if ready else 0)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from octavo.model.roofline import decode_seconds, prefill_rate
+from octavo.scheduler.planning import HOST
 from octavo.server.planning import Forecast, changes, devices_needed
 
 BATCHES = (1, 8, 32, 64)
@@ -32,6 +33,7 @@ def facts(answer: Forecast) -> Facts:
         "activations": memory.activations,
         "activation_parts": dict(answer.activations),
         "runtime": question.runtime,
+        "host": HOST,
         "total": memory.total,
         "block_bytes": memory.block_bytes,
         "kv_bytes_per_token": memory.block_bytes // limits.block_size,
@@ -73,7 +75,8 @@ def text(answer: Forecast) -> Iterator[str]:
     for name, size in answer.activations.items():
         yield _size("  " + name, size, "predicted" if name == "workspaces" else "")
     yield _size("total", memory.total, f"of a budget of {memory.budget:,} B")
-    yield _runtime(answer)
+    yield _size("runtime", question.runtime, f"predicted: {_runtime(answer)}, beside the budget")
+    yield _size("host", HOST, "predicted: the process that answers HTTP, in RAM")
     yield ""
     yield (
         f"KV cache   {memory.blocks * limits.block_size:,} tokens in {memory.blocks:,} blocks of {limits.block_size}; "
@@ -93,9 +96,7 @@ def text(answer: Forecast) -> Iterator[str]:
 
 
 def _runtime(answer: Forecast) -> str:
-    if answer.question.device is None:
-        return f"{'runtime':<26}{'':>18}  not in the budget; a running server measures it"
-    return _size("runtime", answer.question.runtime, "predicted: CUDA context and libraries, beside the budget")
+    return "CUDA context and libraries" if answer.question.device else "interpreter and libraries of the engine"
 
 
 def _verdict(answer: Forecast) -> Iterator[str]:

@@ -16,7 +16,7 @@ from octavo.model.memory import Formats, activation_lines, rank_shape
 from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.messages import EngineConfig
-from octavo.scheduler.planning import EnginePlan, Machine, plan_engine, plan_without_pool, runner_limits
+from octavo.scheduler.planning import CPU_RUNTIME, EnginePlan, Machine, plan_engine, plan_without_pool, runner_limits
 from octavo.scheduler.policy import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
@@ -67,7 +67,7 @@ class Question:
     def runtime(self) -> int:
         """Bytes of a device that are in no bucket, predicted."""
         if self.device is None:
-            return 0
+            return CPU_RUNTIME
         return GPU_RUNTIME + (COLLECTIVES_RUNTIME if self.devices > 1 else 0)
 
     @property

@@ -24,14 +24,3 @@ def test_an_allocation_beyond_the_plan_is_refused_and_not_entered() -> None:
     with pytest.raises(MemoryError, match="cache"):
         ledger.allocate("cache", 51)
     assert ledger.allocated("cache") == 150
-
-
-def test_use_is_a_level_and_stays_within_the_allocation() -> None:
-    ledger = MemoryLedger(PLAN)
-    ledger.allocate("cache", 200)
-    ledger.use("cache", 150)
-    ledger.use("cache", 50)
-    assert ledger.used("cache") == 50
-    for wrong in (201, -1):
-        with pytest.raises(ValueError, match="cache"):
-            ledger.use("cache", wrong)

@@ -148,10 +148,9 @@ def test_a_step_larger_than_the_runner_is_refused(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_allocated_is_what_was_planned(checkpoint: Path, dtype: torch.dtype) -> None:
-    runner, ledger = build(checkpoint, dtype)
+    _, ledger = build(checkpoint, dtype)
     for bucket in BUCKETS:
         assert ledger.allocated(bucket) == ledger.planned(bucket) > 0
-    assert ledger.used("weights") == runner.model.weights_nbytes
 
 
 def test_memory_beyond_the_plan_is_refused(checkpoint: Path) -> None:

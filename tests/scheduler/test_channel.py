@@ -37,6 +37,7 @@ READY = Ready(
     device="cpu",
     dtype="bfloat16",
     kernels="torch",
+    process=77,
     memory=(MemoryLine(bucket="weights", planned=1, allocated=2),),
     memory_budget=10,
     batch_invariant=True,

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 import torch
 from support.checkpoints import tiny_model
 
+from octavo.kvcache.ledger import BUCKETS
 from octavo.model.step import SamplingParams
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.loading import DeviceError, check_device, choose_dtype, load
@@ -33,11 +35,12 @@ def test_a_model_becomes_an_engine_whose_memory_is_as_planned(directory: Path) -
     assert ready.blocks == 2 * 256 // 16
     assert ready.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, bytes
     memory = {line.bucket: line for line in ready.memory}
-    assert list(memory) == ["weights", "cache", "activations"]
+    assert list(memory) == ["weights", "cache", "activations", "runtime", "host"]
     assert memory["cache"].allocated == ready.blocks * 16 * ready.kv_bytes_per_token
     assert memory["weights"].allocated == runner.model.weights_nbytes
-    for line in memory.values():
-        assert 0 < line.allocated == line.planned
+    for bucket in BUCKETS:
+        assert 0 < memory[bucket].allocated == memory[bucket].planned
+    assert ready.process == os.getpid()
 
 
 def tiny_parameters(directory: Path) -> list[torch.Tensor]:
