@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from octavo.model.selftest import check_batch_invariance
 from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
-from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
+from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.planning import CPU_RUNTIME, HOST, Machine, plan_engine, runner_limits
 from octavo.scheduler.policy import Limits, Scheduler
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
@@ -46,8 +47,10 @@ class _Engine:
     plan: MemoryPlan
 
 
-def load(config: EngineConfig) -> tuple[Scheduler, ModelRunner, Ready]:
-    """Load the model and make everything an engine needs.
+def load(
+    config: EngineConfig, report: Callable[[Loading], None] = lambda _: None
+) -> tuple[Scheduler, ModelRunner, Ready]:
+    """Load the model and make everything an engine needs, and report how far this has come.
 
     Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
     """
@@ -58,11 +61,27 @@ def load(config: EngineConfig) -> tuple[Scheduler, ModelRunner, Ready]:
     engine = _plan(config, checkpoint.config, dtype, _choose_kernels(dtype))
     ledger = MemoryLedger(engine.plan)
     limits = runner_limits(engine.limits, engine.plan.blocks)
-    runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, loading_progress("loading weights"))
+    runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, _progress(report))
+    report(Loading(phase="checking batch invariance", progress=1.0))
     invariance = check_batch_invariance(runner.model)
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
     scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
     return scheduler, runner, _describe(engine, ledger, invariance, time.monotonic() - started)
+
+
+def _progress(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
+    """Show how far the weights are, and report every percent."""
+    show = loading_progress("loading weights")
+    reported = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        show(done, total)
+        if (percent := 100 * done // total) > reported:
+            reported = percent
+            report(Loading(phase="loading weights", progress=percent / 100))
+
+    return progress
 
 
 def check_device(device: str) -> None:

@@ -127,6 +127,14 @@ class MemoryLine(msgspec.Struct, frozen=True, kw_only=True):
     """The most that was used at one time."""
 
 
+class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine is still loading its model."""
+
+    phase: str
+    progress: float
+    """Share of the weights that are loaded, 0 .. 1."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine has loaded its model and waits for requests."""
 
@@ -163,4 +171,4 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToEngine = EngineConfig | Submission | Abort | Shutdown
-FromEngine = Ready | StepReport | Fatal
+FromEngine = Loading | Ready | StepReport | Fatal

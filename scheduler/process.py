@@ -14,7 +14,7 @@ from collections.abc import Callable
 from octavo.model.step import Runner
 from octavo.scheduler.channel import Channel, ProtocolError
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.messages import EngineConfig, Fatal, Ready, Shutdown
+from octavo.scheduler.messages import EngineConfig, Fatal, Loading, Ready, Shutdown
 from octavo.scheduler.policy import Scheduler
 
 INTERNAL_ERROR = 70
@@ -23,20 +23,21 @@ _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger("octavo.scheduler.process")  # not __name__, which is "__main__" here
 
-Load = Callable[[EngineConfig], tuple[Scheduler, Runner, Ready]]
+Load = Callable[[EngineConfig, Callable[[Loading], None]], tuple[Scheduler, Runner, Ready]]
 
 
 def serve(channel: Channel, load: Load) -> int:
     """Run an engine until it is told to end; return the exit code, which a Fatal message has told the server too.
 
-    `load` makes whatever the configuration names. An exception's `exit_code` attribute, where it has one, becomes the
-    exit code: then its text is meant for the user, while any other exception is a fault and logged as one.
+    `load` makes whatever the configuration names, and says how far it has come. An exception's `exit_code` attribute,
+    where it has one, becomes the exit code: then its text is meant for the user, while any other exception is a fault
+    and logged as one.
     """
     try:
         config = _receive_config(channel)
         if config is not None:
             logging.getLogger("octavo").setLevel(config.log_level.upper())
-            scheduler, runner, ready = load(config)
+            scheduler, runner, ready = load(config, channel.send)
             channel.send(ready)
             Engine(scheduler, runner, channel, lookahead=int(ready.device.startswith("cuda"))).run()
     except Exception as error:

@@ -23,8 +23,9 @@ from octavo.server.body import JSONBody, read_body
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, answer, engine_unavailable, internal_error
+from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
-from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import document
 from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
@@ -50,6 +51,7 @@ class Service:
     config: ModelConfig
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 1024
+    stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,6 +61,14 @@ class Service:
         ready = self.client.ready
         parts = (ready.architecture, ready.parameters, ready.dtype, ready.kernels, __version__)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def condition(self) -> str:
+        """READY, or why requests should be sent elsewhere."""
+        if self.draining:
+            return "draining"
+        if not self.client.alive:
+            return "engine dead"
+        return "stalled" if self.client.metrics.heartbeat_age > self.stall_seconds else READY
 
     def check_model(self, name: str) -> None:
         """Raise the 404 for a model that is not served."""
@@ -102,6 +112,19 @@ class Service:
 
 def create_app(service: Service, rules: AccessRules | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """Make the application around a running engine. `origins`: web pages whose scripts may call it."""
+    app = bare_app(rules, origins)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    _add_generation_routes(app, service)
+    _add_model_routes(app, service)
+    add_health_routes(app, service.condition, lambda: None)
+    add_metrics_route(app, service.client.metrics)
+    _add_operation_routes(app)
+    add_inspection_routes(app, service)
+    return app
+
+
+def bare_app(rules: AccessRules | None, origins: Sequence[str]) -> FastAPI:
+    """Make an application without routes of its own: who may call it, and the shape of its errors."""
     # Without redirects, which would be put together from the client's Host header.
     app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(APIError, _api_error)
@@ -118,11 +141,6 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
         )
     app.add_middleware(HostCheck)
     app.add_middleware(RequestContext)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
-    _add_generation_routes(app, service)
-    _add_model_routes(app, service)
-    _add_operation_routes(app, service)
-    add_inspection_routes(app, service)
     return app
 
 
@@ -196,17 +214,15 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse(describe(name))
 
 
-def _add_operation_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health", tags=["operate"], summary="200 while requests are served, else 503")
-    async def health() -> JSONResponse:
-        if service.draining:
-            return JSONResponse({"status": "draining"}, 503)
-        return JSONResponse({"status": "ok"}) if service.client.alive else JSONResponse({"status": "engine dead"}, 503)
+def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
+    """Add the route that Prometheus scrapes."""
 
     @app.get("/metrics", tags=["operate"], summary="Prometheus metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.client.metrics.exposition(), media_type=CONTENT_TYPE)
+    async def exposition() -> Response:
+        return PlainTextResponse(metrics.exposition(), media_type=CONTENT_TYPE)
 
+
+def _add_operation_routes(app: FastAPI) -> None:
     @app.get("/version", tags=["operate"], summary="The version of this server")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})

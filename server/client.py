@@ -22,6 +22,7 @@ from octavo.scheduler.messages import (
     Fatal,
     FinishReason,
     FromEngine,
+    Loading,
     Ready,
     Shutdown,
     StepReport,
@@ -99,8 +100,11 @@ class EngineClient:
     ready: Ready
     """What the engine said when it was."""
 
-    def __init__(self, process: asyncio.subprocess.Process, metrics: Metrics) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, metrics: Metrics, hear_loading: Callable[[Loading], None]
+    ) -> None:
         self.metrics = metrics
+        self._hear_loading = hear_loading
         self.stats = EngineStats()
         """As of the last report."""
         self.failure: EngineError | None = None
@@ -116,15 +120,20 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND, metrics: Metrics | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        metrics: Metrics | None = None,
+        hear_loading: Callable[[Loading], None] = lambda _: None,
     ) -> Self:
-        """Spawn an engine and wait until it has loaded its model.
+        """Spawn an engine and wait until it has loaded its model; `hear_loading` is told how far it has come.
 
         `command` is called with one more argument, the number of an inherited socket. Raises EngineError. When
         cancelled, it leaves no process behind.
         """
         process, connection = await _spawn(command)
-        client = cls(process, metrics or Metrics())
+        client = cls(process, metrics or Metrics(), hear_loading)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: client._link, sock=connection)
             client._link.send(config)
@@ -180,6 +189,8 @@ class EngineClient:
                 self.metrics.step(message)
                 for event in message.events:
                     self._deliver(event)
+            case Loading():
+                self._hear_loading(message)
             case Ready():
                 if not self._became_ready.done():
                     self._became_ready.set_result(message)

@@ -6,18 +6,21 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
-from octavo.scheduler.messages import MemoryLine, Ready
+from octavo.scheduler.messages import Loading, MemoryLine, Ready
 from octavo.server.access import AccessRules
-from octavo.server.app import Service, create_app
+from octavo.server.app import Service
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
+from octavo.server.entrance import Entrance
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
+from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings, Settings
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +41,7 @@ class BindError(OSError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserve the address before anything slow happens. Connections are refused until the server listens.
+    """Reserve the address before anything slow happens.
 
     Raises BindError.
     """
@@ -63,7 +66,7 @@ def _bind_error(host: str, port: int, error: OSError) -> BindError:
 
 
 class Daemon:
-    """Runs the engine and serves HTTP until a signal or the end of the engine.
+    """Listens, runs the engine and serves HTTP until a signal or the end of the engine.
 
     The first SIGINT or SIGTERM lets running requests finish, while new ones are answered 503. A second one ends
     everything at once, as does the first one while the model is still being loaded.
@@ -73,6 +76,10 @@ class Daemon:
         self._settings = settings
         self._listener = listener
         self._command = command
+        server = settings.server
+        rules = AccessRules(server.api_key + server.api_key_file, server.metrics_open, server.metrics_key)
+        self._metrics = Metrics()
+        self._entrance = Entrance(self._metrics, rules, server.cors_origin)
         self._main: asyncio.Task[Any] | None = None
         self._serving = False
         self._drain = asyncio.Event()
@@ -85,13 +92,19 @@ class Daemon:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         try:
-            client = await EngineClient.start(self._settings.engine, command=self._command)
-            try:
-                await self._serve(client)
-                if not self._drain.is_set():
-                    return _death(client)
-            finally:
-                await client.close()
+            async with self._listening() as server:
+                client = await EngineClient.start(
+                    self._settings.engine,
+                    command=self._command,
+                    metrics=self._metrics,
+                    hear_loading=self._entrance.hear,
+                )
+                try:
+                    await self._serve(client, server)
+                    if not self._drain.is_set():
+                        return _death(client)
+                finally:
+                    await client.close()
         except asyncio.CancelledError:
             _log.warning("ended at once by a signal")
         return 0
@@ -102,21 +115,34 @@ class Daemon:
         elif self._main is not None:
             self._main.cancel()
 
-    async def _serve(self, client: EngineClient) -> None:
-        """Serve HTTP until all is drained or the engine is gone."""
+    @contextlib.asynccontextmanager
+    async def _listening(self) -> AsyncIterator["HTTPServer"]:
+        """Answer HTTP while the block runs. Raises BindError."""
         settings = self._settings.server
+        server = HTTPServer(_uvicorn_config(self._entrance, settings), self._listener)
+        try:
+            await server.listen()
+        except OSError as error:
+            raise _bind_error(settings.host, settings.port, error) from error
+        _log.info("listening on %s; until the model is loaded, requests are answered with 503", server.url)
+        try:
+            yield server
+        finally:
+            await server.end()
+
+    async def _serve(self, client: EngineClient, server: "HTTPServer") -> None:
+        """Serve requests until all is drained or the engine is gone."""
+        self._entrance.hear(Loading(phase="loading the tokenizer", progress=1.0))
         service = await asyncio.to_thread(_load_service, self._settings, client)
         for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
-        server = HTTPServer(_uvicorn_config(service, settings))
         self._serving = True
         tasks = [asyncio.create_task(_log_activity(client)), asyncio.create_task(self._end(server, service))]
+        self._entrance.open(service)
+        _log.info("serving on %s", server.url)
         try:
-            await server.serve(sockets=[self._listener])
-        except OSError as error:
-            raise _bind_error(settings.host, settings.port, error) from error
+            await server.until_ended()
         finally:
-            server.stop_listening()
             for task in tasks:
                 task.cancel()
 
@@ -144,30 +170,42 @@ class Daemon:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, but the signals are the daemon's."""
+    """uvicorn in the background, and the signals are the daemon's."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def listen(self) -> None:
+        """Begin to answer. Raises OSError where another process listens on the same address."""
+        self._running = asyncio.create_task(self.serve(sockets=[self._listener]))
+        while not self.started:
+            if self._running.done():
+                await self._running
+            await asyncio.sleep(0)
+
+    async def until_ended(self) -> None:
+        """Wait for an orderly end, which setting `should_exit` brings about."""
+        await asyncio.shield(self._running)
+
+    async def end(self) -> None:
+        """End at once, if it has not ended already."""
+        for listening in self.servers:
+            listening.close()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the handlers alone."""
         yield
 
-    def stop_listening(self) -> None:
-        """Close what uvicorn itself closes only on an orderly way out."""
-        for listening in getattr(self, "servers", ()):
-            listening.close()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
-        await super().startup(sockets)
-        for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            _log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-
-
-def _uvicorn_config(service: Service, settings: ServerSettings) -> uvicorn.Config:
-    rules = AccessRules(settings.api_key + settings.api_key_file, settings.metrics_open, settings.metrics_key)
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(service, rules, settings.cors_origin),
+        app,
         log_config=None,
         lifespan="off",
         ws="none",

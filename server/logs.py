@@ -9,7 +9,7 @@ from octavo.server.metrics import Metrics
 
 INTERVAL_SECONDS = 10.0
 
-_QUIET_ROUTES = frozenset({"/health", "/metrics"})
+_QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health/startup", "/metrics"})
 
 
 def configure(level: str) -> None:

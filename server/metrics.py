@@ -80,6 +80,7 @@ class Metrics(Collector):
         self._memory = MemoryAccounts()
         self._engine_up = False
         self._last_step_timestamp = 0.0
+        self._heartbeat = 0.0
         self.stats = EngineStats()
         self.started = 0
         self.finished = dict.fromkeys(get_args(FinishReason), 0)
@@ -108,6 +109,11 @@ class Metrics(Collector):
         return len(self._live) - self.running
 
     @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the last finished step, or since there is work if that is shorter; 0 while there is none."""
+        return self._clock() - self._heartbeat if self._live else 0.0
+
+    @property
     def cache_usage(self) -> float:
         """Share of the pool that live requests hold, 0 .. 1."""
         total = self.stats.blocks_free + self.stats.blocks_cached + self.stats.blocks_referenced
@@ -118,6 +124,7 @@ class Metrics(Collector):
         self._ready = ready
         self._memory.engine_ready(ready)
         self._engine_up = True
+        self._heartbeat = self._clock()
         self.stats = EngineStats(blocks_free=ready.blocks)
 
     def engine_lost(self) -> None:
@@ -130,6 +137,8 @@ class Metrics(Collector):
         """A request was submitted."""
         self.started += 1
         self.prompt_tokens += prompt_tokens
+        if not self._live:
+            self._heartbeat = self._clock()
         self._live[request] = _Clock(self._clock())
 
     def rejected(self, reason: str) -> None:
@@ -142,6 +151,7 @@ class Metrics(Collector):
         stats = report.stats
         if stats.steps_total != self.stats.steps_total:
             self._last_step_timestamp = time.time()
+            self._heartbeat = now
             self._schedule.observe(stats.schedule_seconds)
             self._device.observe(stats.device_seconds)
             self._commit.observe(stats.commit_seconds)
@@ -226,6 +236,7 @@ class Metrics(Collector):
         yield _gauge("step_tokens", "Tokens computed by the last step.", stats.step_tokens)
         yield _gauge("batch_size", "Requests computed by the last step.", stats.step_rows)
         yield _gauge("last_step_timestamp_seconds", "Unix time of the last step.", self._last_step_timestamp)
+        yield _gauge("engine_heartbeat_age_seconds", "Since the last step; 0 without work.", self.heartbeat_age)
         yield _gauge("load_seconds", "Time the engine took to load.", ready.load_seconds if ready else 0)
         yield _gauge(
             "batch_invariant",

@@ -11,7 +11,7 @@ from octavo.kvcache.ledger import BUCKETS
 from octavo.model.step import SamplingParams
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.loading import DeviceError, check_device, choose_dtype, load
-from octavo.scheduler.messages import EngineConfig, Submission
+from octavo.scheduler.messages import EngineConfig, Loading, Submission
 from octavo.scheduler.sizing import ConfigurationError
 
 
@@ -41,6 +41,17 @@ def test_a_model_becomes_an_engine_whose_memory_is_as_planned(directory: Path) -
     for bucket in BUCKETS:
         assert 0 < memory[bucket].allocated == memory[bucket].planned
     assert ready.process == os.getpid()
+
+
+def test_loading_says_how_far_it_has_come(directory: Path) -> None:
+    heard: list[Loading] = []
+    load(config(directory), heard.append)
+    shares = [loading.progress for loading in heard]
+    assert [loading.phase for loading in heard[:-1]] == ["loading weights"] * (len(heard) - 1)
+    assert heard[-1].phase == "checking batch invariance"
+    assert shares == sorted(shares)
+    assert 3 < len(set(shares)) <= 101
+    assert shares[-1] == 1
 
 
 def tiny_parameters(directory: Path) -> list[torch.Tensor]:

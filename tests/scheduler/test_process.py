@@ -16,6 +16,7 @@ from octavo.scheduler.messages import (
     EngineConfig,
     Fatal,
     FromEngine,
+    Loading,
     Ready,
     Shutdown,
     StepReport,
@@ -72,7 +73,7 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         with self._theirs:
-            self.exit_code = serve(Channel(self._theirs), build)
+            self.exit_code = serve(Channel(self._theirs), lambda config, _: build(config))
 
     def finish(self) -> int | None:
         self.join(30)
@@ -116,7 +117,7 @@ def test_a_server_that_changes_its_mind_gets_no_engine(messages: tuple[ToEngine,
     with theirs:
         with ours:
             Peer(ours).send(*messages)
-        assert serve(Channel(theirs), lambda config: pytest.fail("nothing should be loaded")) == 0
+        assert serve(Channel(theirs), lambda *_: pytest.fail("nothing should be loaded")) == 0
 
 
 def test_errors_of_loading_carry_their_exit_code() -> None:
@@ -166,6 +167,7 @@ def spawn() -> tuple[subprocess.Popen[bytes], Peer]:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     peer = Peer(ours)
     peer.send(CONFIG)
+    assert peer.receive() == Loading(phase="loading weights", progress=0.5)
     assert isinstance(peer.receive(), Ready)
     return process, peer
 

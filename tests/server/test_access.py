@@ -20,7 +20,7 @@ from octavo.server.app import create_app
 KEY = "sk-correct-horse"
 OTHER_KEY = "sk-battery-staple"
 METRICS_KEY = "scrape"
-OPEN = {"/health"}
+OPEN = {"/health", "/health/live", "/health/ready", "/health/startup"}
 
 
 @pytest.fixture(scope="module")

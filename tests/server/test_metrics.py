@@ -19,8 +19,8 @@ NAMES = """
     requests_running requests_waiting request_started_total request_success_total admission_rejections_total
     prompt_tokens_total prompt_tokens_cached_total generation_tokens_total prefix_cache_queries_total
     prefix_cache_hits_total preemptions_total engine_up steps_total step_tokens batch_size
-    last_step_timestamp_seconds load_seconds batch_invariant build_info kv_blocks kv_cache_usage_ratio
-    kv_bytes_per_token memory_bytes memory_budget_bytes
+    last_step_timestamp_seconds engine_heartbeat_age_seconds load_seconds batch_invariant build_info
+    kv_blocks kv_cache_usage_ratio kv_bytes_per_token memory_bytes memory_budget_bytes
 """
 HISTOGRAMS = """
     time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds

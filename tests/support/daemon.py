@@ -1,4 +1,4 @@
-"""`octavo serve` as a process of its own, around the scripted engine."""
+"""A daemon of its own process with a scripted engine, for tests of how it starts, ends and logs."""
 
 import re
 import subprocess
@@ -68,7 +68,8 @@ class Background(threading.Thread):
 
 
 @contextmanager
-def running(*arguments: str, step_seconds: float = 0.0) -> Iterator[Daemon]:
+def running(*arguments: str, step_seconds: float = 0.0, until: str = "serving on") -> Iterator[Daemon]:
+    """A daemon that has logged a line with the words `until` and an address."""
     command = [
         sys.executable,
         "-W",
@@ -84,8 +85,8 @@ def running(*arguments: str, step_seconds: float = 0.0) -> Iterator[Daemon]:
         try:
             for line in process.stderr:
                 daemon.log.append(line)
-                if "serving on" in line:
-                    daemon.url = line.split()[-1]
+                if until in line:
+                    daemon.url = re.search(r"http://[^\s;]+", line)[0]
                     break
             reader = threading.Thread(target=lambda: daemon.log.extend(process.stderr), daemon=True)
             reader.start()
@@ -94,3 +95,10 @@ def running(*arguments: str, step_seconds: float = 0.0) -> Iterator[Daemon]:
             process.kill()
             process.wait()
             reader.join(10)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

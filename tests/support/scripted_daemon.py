@@ -1,4 +1,4 @@
-"""`octavo serve` around the scripted engine: `python scripted_daemon.py [options]`, with --step-seconds among them."""
+"""`octavo serve` around the scripted engine: `python scripted_daemon.py [options]`, the engine's own included."""
 
 import argparse
 import logging
@@ -15,11 +15,19 @@ SCRIPTED_ENGINE = os.path.join(os.path.dirname(__file__), "scripted_engine.py") 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", default="0")
+    parser.add_argument("--load-until", default="")
     add_arguments(parser)
     parsed = parser.parse_args()
     settings = resolve(vars(parsed), {})
     logs.configure(settings.server.log_level)
     logging.captureWarnings(True)
-    command = [sys.executable, SCRIPTED_ENGINE, "--step-seconds", parsed.step_seconds]
+    command = [
+        sys.executable,
+        SCRIPTED_ENGINE,
+        "--step-seconds",
+        parsed.step_seconds,
+        "--load-until",
+        parsed.load_until,
+    ]
     with lifecycle.bind(settings.server.host, settings.server.port) as listener:
         sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command).run()))

@@ -1,8 +1,9 @@
-"""An engine without a model or torch: `python scripted_engine.py [--step-seconds S] FD` speaks the engine's protocol.
+"""An engine without a model or torch: `python scripted_engine.py [options] FD` speaks the engine's protocol.
 
 The scheduler, the loop and the channel are the real ones. The token after p known ones is `scripted_token(p)`,
 whatever they are; END is never among them, so requests run to their length. A prompt that holds CRASH breaks the
-device, one that holds KILL ends the process at once, and the model "missing" cannot be loaded.
+device, one that holds KILL ends the process at once, and the model "missing" cannot be loaded. With --load-until FILE
+it loads until that file exists.
 """
 
 import argparse
@@ -11,13 +12,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import RowResult, Step, StepResult
 from octavo.scheduler.channel import Channel
-from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready
+from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.policy import Limits, Scheduler
 from octavo.scheduler.process import prepare_process, serve
 
@@ -110,11 +113,19 @@ def build(config: EngineConfig, step_seconds: float = 0.0) -> tuple[Scheduler, P
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--load-until", default="")
     parser.add_argument("descriptor", type=int)
     arguments = parser.parse_args()
+
+    def load(config: EngineConfig, report: Callable[[Loading], None]) -> tuple[Scheduler, PositionRunner, Ready]:
+        report(Loading(phase="loading weights", progress=0.5))
+        while arguments.load_until and not Path(arguments.load_until).exists():
+            time.sleep(0.01)
+        return build(config, arguments.step_seconds)
+
     prepare_process()
     channel = Channel(socket.socket(fileno=arguments.descriptor))
-    return serve(channel, lambda config: build(config, arguments.step_seconds))
+    return serve(channel, load)
 
 
 if __name__ == "__main__":

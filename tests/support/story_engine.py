@@ -69,7 +69,7 @@ def build(config: EngineConfig, stories: dict[int, list[int]]) -> tuple[Schedule
 def main() -> int:
     stories = {int(marker): story for marker, story in json.loads(Path(sys.argv[1]).read_text()).items()}
     prepare_process()
-    return serve(Channel(socket.socket(fileno=int(sys.argv[2]))), lambda config: build(config, stories))
+    return serve(Channel(socket.socket(fileno=int(sys.argv[2]))), lambda config, _: build(config, stories))
 
 
 if __name__ == "__main__":

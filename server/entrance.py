@@ -1,0 +1,51 @@
+"""What the HTTP server calls from its first moment on: while the model loads, a few answers; then the application."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fastapi import FastAPI, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.scheduler.messages import Loading
+from octavo.server.access import AccessRules
+from octavo.server.app import Service, add_metrics_route, bare_app, create_app
+from octavo.server.errors import APIError
+from octavo.server.health import LOADING, add_health_routes
+from octavo.server.metrics import Metrics
+
+RETRY_SECONDS = 5
+
+
+class Entrance:
+    """The ASGI application of a server that listens before it can serve."""
+
+    def __init__(self, metrics: Metrics, rules: AccessRules, origins: Sequence[str]) -> None:
+        self._rules, self._origins = rules, origins
+        self._loading = Loading(phase="starting the engine", progress=0.0)
+        self._app: ASGIApp = self._loading_app(metrics)
+
+    def hear(self, loading: Loading) -> None:
+        """Take in how far loading has come."""
+        self._loading = loading
+
+    def open(self, service: Service) -> None:
+        """Serve requests from now on."""
+        self._app = create_app(service, self._rules, self._origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        await self._app(scope, receive, send)
+
+    def _loading_app(self, metrics: Metrics) -> FastAPI:
+        """Answer probes and scrapes, and 503 to everything else."""
+        app = bare_app(self._rules, self._origins)
+        app.router.routes.clear()  # /openapi.json
+        add_health_routes(app, lambda: LOADING, lambda: self._loading)
+        add_metrics_route(app, metrics)
+        app.add_route("/{path:path}", _refuse, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"])
+        return app
+
+
+async def _refuse(request: Request) -> NoReturn:  # noqa: ARG001
+    message = "The model is being loaded; try again later."
+    raise APIError(503, message, code=LOADING, headers={"Retry-After": str(RETRY_SECONDS)})
