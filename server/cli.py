@@ -1,8 +1,9 @@
-"""The command line: `octavo serve`, `octavo plan` and `octavo describe`."""
+"""The command line: `octavo serve`, `octavo plan`, `octavo describe` and `octavo bench`."""
 
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -11,6 +12,7 @@ from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
 from octavo.server import __version__
 from octavo.server import commands as answering
+from octavo.server.bench import command as measuring
 from octavo.server.settings import add_arguments, resolve
 
 USAGE_ERROR = 64
@@ -76,6 +78,15 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     answering.add_describe_arguments(describe)
+    bench = commands.add_parser(
+        "bench",
+        help="send load to a server and report throughput and latencies",
+        description=measuring.HELP,
+        epilog=measuring.EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    measuring.add_arguments(bench)
     return parser
 
 
@@ -88,7 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print(lines, exit_code)
         if parsed.command == "describe":
             return _print(answering.describe_model(parsed), 0)
+        if parsed.command == "bench":
+            exit_code, lines = measuring.bench(parsed)
+            return _print(lines, exit_code)
         return _serve(parsed)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if code is None:

@@ -1,4 +1,4 @@
-"""How far loading has come: a bar on a terminal, a log line every tenth otherwise."""
+"""How far something long has come: a bar on a terminal, a log line every tenth otherwise."""
 
 import logging
 import sys
@@ -9,14 +9,14 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 
-def loading_progress(label: str) -> Callable[[int, int], None]:
-    """A callback for load_weights: bytes done, bytes in all. The bar is drawn on standard error, without colours."""
-    return _Bar(label) if sys.stderr.isatty() else _Lines(label)
+def loading_progress(label: str, unit: str = "bytes") -> Callable[[int, int], None]:
+    """A callback that is told how much is done, and of how much. Draws on standard error, without colours."""
+    return _Bar(label, unit) if sys.stderr.isatty() else _Lines(label, unit)
 
 
 class _Bar:
-    def __init__(self, label: str) -> None:
-        self.bar = tqdm(desc=label, unit="B", unit_scale=True, file=sys.stderr)
+    def __init__(self, label: str, unit: str) -> None:
+        self.bar = tqdm(desc=label, unit="B" if unit == "bytes" else f" {unit}", unit_scale=True, file=sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
         self.bar.total = total
@@ -26,12 +26,13 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, unit: str) -> None:
         self.label = label
+        self.unit = unit
         self.tenths = 0
 
     def __call__(self, done: int, total: int) -> None:
         tenths = 10 * done // total
         if tenths > self.tenths:
             self.tenths = tenths
-            logger.info("%s: %d %% of %s bytes", self.label, 10 * tenths, f"{total:,}")
+            logger.info("%s: %d %% of %s %s", self.label, 10 * tenths, f"{total:,}", self.unit)

@@ -1,0 +1,1 @@
+"""`octavo bench`: a load client for any server that speaks OpenAI's API."""
