@@ -1,4 +1,4 @@
-"""Attention on a CPU with the kernels of paged_attention.cpp."""
+"""Attention on a CPU with the kernels of paged_attention.h."""
 
 import ctypes
 from ctypes import c_char_p, c_float, c_int32, c_void_p
@@ -14,16 +14,16 @@ from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
 
 TILE = 48
-"""Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.cpp."""
+"""Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.h."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**31 - 1
 
 _operands = Struct("8q").pack
-"""Mirrors `Operands` in paged_attention.cpp: addresses and token strides of q, k, v and out."""
+"""Mirrors `Operands` in paged_attention.h: addresses and token strides of q, k, v and out."""
 
 
 class Plan(ctypes.Structure):
-    """What does not change from layer to layer; mirrors `Plan` in paged_attention.cpp."""
+    """What does not change from layer to layer; mirrors `Plan` in paged_attention.h."""
 
     _fields_ = (
         ("query_indptr", c_void_p),
@@ -52,7 +52,7 @@ class CpuAttention:
     """
 
     def __init__(self, config: ModelConfig, store: KVStore, library: ctypes.CDLL, variant: str) -> None:
-        """`variant` names the copy of the kernel to use, for example "avx2"; `avx512_bf16` is for bfloat16 only.
+        """`variant` names the copy of the kernel to use, for example "avx2"; `avx512_bf16` and `amx_bf16` are for bfloat16.
 
         Raises:
             ValueError: a dtype, block size or head_dim that the kernel does not know.

@@ -61,8 +61,25 @@ inline Floats round_to_bfloat16(Floats value) {
 
 inline Halves upper_halves(Floats value) { return __builtin_convertvector((Words)value >> 16, Halves); }
 
+// What the vector products have in common: GROUP queries share every load, and nothing is to be set up before.
+struct Vectors {
+#if defined(__AVX512F__)
+    static constexpr int GROUP = 6;
+#else
+    static constexpr int GROUP = 3;
+#endif
+    // Evenly sized groups: few queries make poor use of a load.
+    static int next_group(int queries) {
+        const int groups = (queries + GROUP - 1) / GROUP;
+        return (queries + groups - 1) / groups;
+    }
+    struct Setup {
+        explicit Setup(int /* queries */) {}
+    };
+};
+
 // How one type of cache is multiplied. A Factor is the PACK numbers that are broadcast against an Operand.
-struct Float32 {
+struct Float32 : Vectors {
     using Element = float;
     using Factor = float;
     using Operand = Floats;
@@ -79,7 +96,7 @@ struct Float32 {
 };
 
 #if defined(__AVX512BF16__)
-struct BFloat16 {
+struct BFloat16 : Vectors {
     using Element = uint16_t;
     using Factor = int32_t;  // a pair
     using Operand = __m512bh;
@@ -97,7 +114,7 @@ struct BFloat16 {
     static void store_output(Floats output, Element* target) { store(target, upper_halves(round_to_bfloat16(output))); }
 };
 #else
-struct BFloat16 {
+struct BFloat16 : Vectors {
     using Element = uint16_t;
     struct Factor {
         float even, odd;

@@ -12,6 +12,7 @@ from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBackend, AttentionBatch
 from octavo.model.attention.cpu import CpuAttention
 from octavo.model.attention.fallback import TorchAttention
+from octavo.model.attention.load import attention_variant
 from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.load import available_paths, open_library
@@ -24,7 +25,7 @@ OTHERS = ("reference", "torch")
 def backends(*excluded: str) -> list[tuple[str, torch.dtype]]:
     """All attention backends by name, each with the dtypes it knows; the CPU's go by their instruction set."""
     names = [(name, dtype) for dtype in DTYPES for name in (*OTHERS, *available_paths(dtype))]
-    return [(name, dtype) for name, dtype in names if name not in {"amx_bf16", *excluded}]
+    return [(name, dtype) for name, dtype in names if name not in excluded]
 
 
 def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBackend:
@@ -33,7 +34,7 @@ def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBac
         return ReferenceAttention(config, store)
     if name == "torch":
         return TorchAttention(config, store)
-    return CpuAttention(config, store, shared_library(), name)
+    return CpuAttention(config, store, shared_library(), attention_variant(name, config.head_dim))
 
 
 @functools.cache

@@ -1,0 +1,294 @@
+// Paged attention for a step of mixed rows: decodes, chunks and whole prompts take one path.
+//
+// The cache of one KV head is made of blocks of 16 positions, laid out so that neither product needs a sum across lanes:
+//
+//   K: [head_dim / PACK][16 positions][PACK]    scores: lanes are positions, one query number is broadcast
+//   V: [16 / PACK positions][head_dim][PACK]    outputs: lanes are dimensions, one weight is broadcast
+//
+// with PACK = 2 for bfloat16 (a pair fills a 32-bit lane, as vdpbf16ps wants it) and 1 for float32. A block of the pool
+// with more positions is a run of such blocks: [block_size / 16][kv_heads] of them, and K and V are separate arrays.
+//
+// A *query* is one head of one token. It looks at the cache in spans of 64 positions, counted from position 0, in
+// ascending order, with an online softmax (Milakov and Gimelshein, 2018). No sum of a query depends on which queries
+// share its loads, so its bits depend neither on chunking nor on neighbours nor on threads. A span in which a query sees
+// nothing leaves its state as it was: its sums are multiplied by 2^0 = 1, and weights of +0 are added.
+#pragma once
+#include <cstddef>
+
+#include "paged_attention_vector.h"
+#include "parallel.h"
+
+namespace {
+
+constexpr int BLOCK = 16;          // positions
+constexpr int SPAN = 64;           // positions
+constexpr int MAX_HEAD_DIM = 256;  // as in cpu.py
+constexpr int TILE = 48;           // queries of one unit of parallel work, as in cpu.py
+constexpr int APPEND_TOKENS = 32;  // tokens of one unit of parallel work
+constexpr float LOWEST = -1e30f;   // below any score; finite, so that LOWEST - LOWEST is 0
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+constexpr int SPAN_VECTORS = SPAN / LANES;
+constexpr int MAX_HEAD_VECTORS = MAX_HEAD_DIM / LANES;
+
+// What does not change from layer to layer. Mirrored by `Plan` in cpu.py; the arrays are those of AttentionBatch.
+struct Plan {
+    const int32_t* query_indptr;
+    const int32_t* kv_lengths;
+    const int32_t* block_indptr;
+    const int32_t* block_indices;
+    const int32_t* slots;
+    const int32_t* tile_indptr;  // [rows + 1]: tiles of the rows before
+    int32_t rows, tokens;
+    int32_t kv_heads, group;  // group: query heads of one KV head
+    int32_t head_dim, block_size;
+    int32_t window;  // positions a query sees at most
+    float scale;     // of the scores
+};
+
+// [tokens, heads, head_dim], its tokens token_stride elements apart.
+template <class Element>
+struct View {
+    Element* data;
+    int64_t token_stride;
+};
+
+template <class Type>
+struct Layer {
+    const Plan& plan;
+    typename Type::Element* keys;
+    typename Type::Element* values;
+
+    // Elements of one block of 16 positions of one KV head.
+    size_t block_elements() const { return size_t(BLOCK) * plan.head_dim; }
+    size_t offset(size_t block, int head) const { return (block * plan.kv_heads + head) * block_elements(); }
+    // Where the 16 positions from `position` of a row lie.
+    size_t offset_of_position(int row, int head, int position) const {
+        const int block = plan.block_indices[plan.block_indptr[row] + position / plan.block_size];
+        return offset(size_t(block) * (plan.block_size / BLOCK) + position % plan.block_size / BLOCK, head);
+    }
+};
+
+template <class Type>
+void append(const Layer<Type>& layer, int token, View<const typename Type::Element> k, View<const typename Type::Element> v) {
+    constexpr int PACK = Type::PACK;
+    const int head_dim = layer.plan.head_dim;
+    const int slot = layer.plan.slots[token], position = slot % BLOCK;
+    for (int head = 0; head < layer.plan.kv_heads; head++) {
+        const typename Type::Element* key = k.data + token * k.token_stride + head * head_dim;
+        const typename Type::Element* value = v.data + token * v.token_stride + head * head_dim;
+        const size_t block = layer.offset(slot / BLOCK, head);
+        typename Type::Element* keys = layer.keys + block + position * PACK;
+        typename Type::Element* values = layer.values + block + position / PACK * PACK * head_dim + position % PACK;
+        for (int d = 0; d < head_dim; d += PACK) std::memcpy(keys + d * BLOCK, key + d, PACK * sizeof(key[0]));
+        for (int d = 0; d < head_dim; d++) values[d * PACK] = value[d];
+    }
+}
+
+// The blocks of one span of a row, for one KV head.
+template <class Type>
+struct Span {
+    int base;    // first position
+    int blocks;  // how many hold positions that any query of the tile sees
+    const typename Type::Element* keys[SPAN / BLOCK];
+    const typename Type::Element* values[SPAN / BLOCK];
+};
+
+// The queries of one unit of work: neighbours in [tokens][group] order of one row and KV head.
+template <class Type>
+struct Tile {
+    static constexpr int PACK = Type::PACK;
+    using Element = typename Type::Element;
+    using Factor = typename Type::Factor;
+
+    const Layer<Type>& layer;
+    const int row, head;
+    const int first_query, queries;  // of the row's [tokens][group]
+    Floats sums[TILE * MAX_HEAD_VECTORS];
+    Floats totals[TILE];  // sums of weights, still spread over lanes
+    float highest[TILE];  // highest score so far, in units of log2
+    Factor factors[TILE * MAX_HEAD_DIM / PACK];
+    Element tail[BLOCK * MAX_HEAD_DIM];  // V of the row's last block, unwritten positions set to zero
+
+    Tile(const Layer<Type>& layer, int row, int head, int first_query, int queries)
+        : layer(layer), row(row), head(head), first_query(first_query), queries(queries) {}
+
+    const Plan& plan() const { return layer.plan; }
+    int head_vectors() const { return (plan().head_dim + LANES - 1) / LANES; }
+    // The last vector overlaps the one before where head_dim is no multiple of LANES.
+    int dimension(int vector) const {
+        const int last = plan().head_dim - LANES;
+        return vector * LANES < last ? vector * LANES : last;
+    }
+    int token(int query) const { return (first_query + query) / plan().group; }  // of the row
+    int last_seen(int query) const {
+        const int computed = plan().query_indptr[row + 1] - plan().query_indptr[row];
+        return plan().kv_lengths[row] - computed + token(query);
+    }
+    int first_seen(int query) const {
+        const int first = last_seen(query) - plan().window + 1;
+        return first > 0 ? first : 0;
+    }
+    int64_t element(int query, int64_t token_stride) const {
+        const int query_head = head * plan().group + (first_query + query) % plan().group;
+        return (plan().query_indptr[row] + token(query)) * token_stride + query_head * plan().head_dim;
+    }
+
+    void begin(View<const Element> q) {
+        for (int query = 0; query < queries; query++) {
+            Type::make_factors(q.data + element(query, q.token_stride), plan().head_dim,
+                               factors + query * plan().head_dim / PACK);
+            for (int v = 0; v < head_vectors(); v++) sums[query * head_vectors() + v] = Floats{};
+            totals[query] = Floats{};
+            highest[query] = LOWEST;
+        }
+    }
+
+    Span<Type> span(int base, int last) {
+        Span<Type> span;
+        span.base = base;
+        span.blocks = last - base >= SPAN ? SPAN / BLOCK : (last - base) / BLOCK + 1;
+        for (int b = 0; b < SPAN / BLOCK; b++) {
+            const int seen = b < span.blocks ? b : 0;  // what is never seen is only ever fetched ahead
+            const size_t offset = layer.offset_of_position(row, head, base + seen * BLOCK);
+            span.keys[b] = layer.keys + offset;
+            span.values[b] = layer.values + offset;
+        }
+        return span;
+    }
+
+    // A weight of 0 does not silence a NaN, and memory that nobody has written may hold one.
+    void clean_tail(Span<Type>& span) {
+        const int written = plan().kv_lengths[row] - span.base;  // from the first of its positions on
+        const int b = written / BLOCK, last = written % BLOCK;
+        if (b >= span.blocks || last == 0) return;
+        const Element* values = span.values[b];
+        const int pair = plan().head_dim * PACK, whole = last / PACK * pair;
+        std::memcpy(tail, values, whole * sizeof(Element));
+        std::memset(tail + whole, 0, (BLOCK * plan().head_dim - whole) * sizeof(Element));
+        for (int i = 0; i < last % PACK * pair; i += PACK) tail[whole + i] = values[whole + i];
+        span.values[b] = tail;
+    }
+
+    // Add one span to the state of `count` queries, at most Type::GROUP. `next` will be fetched from memory meanwhile.
+    // Defined beside the products of each Type.
+    void add(const Span<Type>& span, const Span<Type>& next, int first, int count);
+
+    // Turn the scores of one query into weights relative to its highest score; return what older sums are multiplied by.
+    float weigh(int query, int base, int vectors, Floats* scores, Factor* weights) {
+        const int from = first_seen(query) - base, to = last_seen(query) - base;
+        if (from <= 0 && to >= vectors * LANES - 1) return weigh_seen<true>(query, from, to, vectors, scores, weights);
+        return weigh_seen<false>(query, from, to, vectors, scores, weights);
+    }
+
+    // With `all`, every position is between `from` and `to`: the bits are the same, and nothing is to be masked.
+    template <bool all>
+    float weigh_seen(int query, int from, int to, int vectors, Floats* scores, Factor* weights) {
+        const auto seen = [&](int v) {
+            const Ints position = lane_numbers() + v * LANES;
+            return (position >= from) & (position <= to);
+        };
+        Floats maximum = broadcast(highest[query]);
+        for (int v = 0; v < vectors; v++) {
+            scores[v] = scores[v] * (plan().scale * LOG2_E);
+            if constexpr (!all) scores[v] = seen(v) ? scores[v] : broadcast(LOWEST);
+            maximum = scores[v] > maximum ? scores[v] : maximum;
+        }
+        const float previous = highest[query];
+        highest[query] = highest_lane(maximum);
+        const float decay = previous == highest[query] ? 1.0f : exp2_of_nonpositive(broadcast(previous - highest[query]))[0];
+        Floats total = totals[query] * decay;
+        for (int v = 0; v < vectors; v++) {
+            Floats weight = Type::rounded(exp2_of_nonpositive(scores[v] - highest[query]));
+            if constexpr (!all) weight = seen(v) ? weight : Floats{};
+            total = total + weight;
+            Type::store_weights(weight, weights + v * LANES / PACK);
+        }
+        totals[query] = total;
+        return decay;
+    }
+
+    void finish(View<Element> out) {
+        for (int query = 0; query < queries; query++) {
+            Element* target = out.data + element(query, out.token_stride);
+            const float total = sum_of_lanes(totals[query]);
+            // Adding +0 turns -0 into +0: masked positions may have done so before, or not.
+            for (int v = 0; v < head_vectors(); v++)
+                Type::store_output(sums[query * head_vectors() + v] / total + 0.0f, target + dimension(v));
+        }
+    }
+
+    void attend(View<const Element> q, View<Element> out) {
+        const typename Type::Setup setup(queries);
+        begin(q);
+        const int last = last_seen(queries - 1);
+        Span<Type> next = span(first_seen(0) / SPAN * SPAN, last);
+        for (int base = next.base; base <= last; base += SPAN) {
+            Span<Type> blocks = next;
+            if (base + SPAN <= last) next = span(base + SPAN, last);
+            clean_tail(blocks);
+            for (int first = 0; first < queries;) {
+                const int count = Type::next_group(queries - first);
+                if (base <= last_seen(first + count - 1) && base + SPAN > first_seen(first)) add(blocks, next, first, count);
+                first += count;
+            }
+        }
+        finish(out);
+    }
+};
+
+// The row that tile number `tile` belongs to.
+int row_of_tile(const Plan& plan, int tile) {
+    int low = 0, high = plan.rows - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (plan.tile_indptr[middle + 1] <= tile)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+template <class Type>
+void attend_tile(const Layer<Type>& layer, int tile_number, int head, View<const typename Type::Element> q,
+                 View<typename Type::Element> out) {
+    const Plan& plan = layer.plan;
+    const int row = row_of_tile(plan, tile_number);
+    const int first = (tile_number - plan.tile_indptr[row]) * TILE;
+    const int left = (plan.query_indptr[row + 1] - plan.query_indptr[row]) * plan.group - first;
+    Tile<Type>(layer, row, head, first, left < TILE ? left : TILE).attend(q, out);
+}
+
+// q, out: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+template <class Type>
+struct Operands {
+    View<const typename Type::Element> q, k, v;
+    View<typename Type::Element> out;
+};
+
+// Appends K and V of all tokens, then attends; out's rows from plan.tokens up to out_tokens become zero.
+template <class Type>
+void forward(const Layer<Type>& layer, const Operands<Type>& operands, int out_tokens) {
+    const Plan& plan = layer.plan;
+    parallel_for(plan.tokens, APPEND_TOKENS, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) append(layer, token, operands.k, operands.v);
+    });
+    parallel_for(int64_t(plan.tile_indptr[plan.rows]) * plan.kv_heads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t unit = begin; unit < end; unit++)
+            attend_tile(layer, unit / plan.kv_heads, unit % plan.kv_heads, operands.q, operands.out);
+    });
+    const size_t bytes = sizeof(typename Type::Element) * plan.kv_heads * plan.group * plan.head_dim;
+    for (int token = plan.tokens; token < out_tokens; token++)
+        std::memset(operands.out.data + token * operands.out.token_stride, 0, bytes);
+}
+
+}  // namespace
+
+// keys and values: those of one layer.
+#define OCTAVO_PAGED_ATTENTION(NAME, TYPE)                                                          \
+    OCTAVO_KERNEL(NAME)(const Plan* plan, TYPE::Element* keys, TYPE::Element* values,               \
+                        const Operands<TYPE>* operands, int32_t out_tokens) {                       \
+        forward<TYPE>({*plan, keys, values}, *operands, out_tokens);                                \
+    }
+
