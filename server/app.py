@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,10 +20,10 @@ from octavo.model.config import ModelConfig
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
 from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Writer, chunks, whole
-from octavo.server.body import JSONBody, read_body
+from octavo.server.body import JSONBody, read
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
-from octavo.server.errors import APIError, answer, engine_unavailable, internal_error
+from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, queue_full
 from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
 from octavo.server.metrics import CONTENT_TYPE, Metrics
@@ -51,6 +52,7 @@ class Service:
     config: ModelConfig
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -75,22 +77,28 @@ class Service:
         if name not in self.names:
             raise APIError(404, "The requested model is not served here.", param="model", code="model_not_found")
 
-    def admit(self, generations: int) -> None:
-        """Raise 503 or 429 where new work cannot be taken now."""
+    def admit(self, generations: int, prompt_tokens: int = 0) -> None:
+        """Raise 503 or 429 where new work cannot be taken now.
+
+        Whatever its prompt, a request is taken where no other waits: else some could never be.
+        """
+        metrics = self.client.metrics
         if self.draining:
-            self.client.metrics.rejected("draining")
+            metrics.rejected("draining")
             raise APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
         if not self.client.alive:
             raise engine_unavailable()
-        capacity = self.client.ready.max_num_seqs + self.max_queued_requests
-        if self.client.live + generations > capacity:
-            self.client.metrics.rejected("queue_full")
-            message = f"The queue is full ({self.max_queued_requests} requests); try again later."
-            raise APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
+        if self.client.live + generations > self.client.ready.max_num_seqs + self.max_queued_requests:
+            metrics.rejected("queue_full")
+            raise queue_full(f"{self.max_queued_requests} requests")
+        if metrics.queued_tokens and metrics.queued_tokens + prompt_tokens > self.max_queued_tokens:
+            metrics.rejected("queue_tokens")
+            raise queue_full(f"{self.max_queued_tokens} prompt tokens")
 
     def start(self, request: SamplingFields, prepared: Prepared) -> list[Choice]:
         """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
-        self.admit(len(prepared.prompts) * prepared.choices)
+        generations = len(prepared.prompts) * prepared.choices
+        self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
         choices: list[Choice] = []
         try:
             for prompt, limit in zip(prepared.prompts, prepared.max_tokens, strict=True):
@@ -147,8 +155,9 @@ def bare_app(rules: AccessRules | None, origins: Sequence[str]) -> FastAPI:
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", tags=["generate"], summary="Continue one or several prompts")
     async def completions(request: Request) -> Response:
-        body = parse(CompletionRequest, await read_body(request, service.max_body_bytes))
+        body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
         service.check_model(body.model)
+        service.admit(len(body.prompt) * (body.n or 1))  # and again below: this spares a full server the work
         prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
         head = Head(body.model, service.fingerprint, "cmpl")
         seeds = _seeds(prepared)
@@ -161,8 +170,9 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", tags=["generate"], summary="Continue a conversation")
     async def chat_completions(request: Request) -> Response:
-        body = parse(ChatRequest, await read_body(request, service.max_body_bytes))
+        body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
+        service.admit(body.n or 1)
         prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
         head = Head(body.model, service.fingerprint, "chatcmpl")
         writer = ChatWriter(head, service.tokenizer, _seeds(prepared), logprobs=bool(body.logprobs))

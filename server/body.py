@@ -1,12 +1,25 @@
 """Bodies of requests and answers: JSON, read within limits and written quickly."""
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
 from octavo.server.errors import APIError
+
+T = TypeVar("T")
+
+INLINE_BYTES = 64 << 10
+"""Larger bodies are parsed in a thread, so that the event loop goes on answering."""
+
+
+async def read(request: Request, limit: int, parse: Callable[[bytes], T]) -> T:
+    """Read a JSON body of at most `limit` bytes and parse it. Raises 413 or 415, and what `parse` raises."""
+    body = await read_body(request, limit)
+    return parse(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(parse, body)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

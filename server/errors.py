@@ -52,6 +52,12 @@ def engine_unavailable() -> APIError:
     return APIError(503, "The engine is not running.", code="engine_dead", headers={"Retry-After": "5"})
 
 
+def queue_full(limit: str) -> APIError:
+    """A 429 while as much waits as may."""
+    message = f"The queue is full ({limit}); try again later."
+    return APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
 def answer(error: APIError) -> JSONResponse:
     """The response that says so."""
     return JSONResponse(error.envelope(), error.status, error.headers)

@@ -4,16 +4,17 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
 
 from octavo.server import __version__, protocol
-from octavo.server.body import JSONBody, read_body
+from octavo.server.body import JSONBody, read
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
-from octavo.server.prepare import Prepared, check_ids, encode, encode_conversation, prepare_chat, prepare_completion
+from octavo.server.prepare import Prepared, check_ids, prepare_chat, prepare_completion, render
 from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,22 +45,20 @@ def add_inspection_routes(app: FastAPI, service: "Service") -> None:
 def _add_token_routes(app: FastAPI, service: "Service") -> None:
     @app.post("/tokenize", tags=["tokens"], summary="The token ids of a text or a conversation")
     async def tokenize(request: Request) -> JSONBody:
-        fields = decode(await read_body(request, service.max_body_bytes))
-        body: TokenizeChat | TokenizeText
-        if "messages" in fields:
-            body = validate(TokenizeChat, fields)
-            ids = await encode_conversation(body, service.tokenizer, service.template)
-        else:
-            body = validate(TokenizeText, fields)
-            ids = await encode(service.tokenizer, body.prompt, body.add_special_tokens is not False)
+        body = await read(request, service.max_body_bytes, _tokenize_request)
         if body.model is not None:
             service.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            text, special = await render(body, service.template), body.add_special_tokens is True
+        else:
+            text, special = body.prompt, body.add_special_tokens is not False
+        ids = await service.tokenizer.encode_aside(text, special)
         strings = service.tokenizer if body.return_token_strs else None
         return JSONBody(await asyncio.to_thread(_tokens, ids, service.client.ready.max_model_len, strings))
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids")
     async def detokenize(request: Request) -> JSONBody:
-        body = parse(DetokenizeRequest, await read_body(request, service.max_body_bytes))
+        body = await read(request, service.max_body_bytes, partial(parse, DetokenizeRequest))
         if body.model is not None:
             service.check_model(body.model)
         context = service.client.ready.max_model_len
@@ -68,6 +67,11 @@ def _add_token_routes(app: FastAPI, service: "Service") -> None:
         if body.tokens:
             check_ids(body.tokens, service.client.ready.vocabulary, "tokens", "tokens")
         return JSONBody({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _tokenize_request(body: bytes) -> TokenizeChat | TokenizeText:
+    fields = decode(body)
+    return validate(TokenizeChat, fields) if "messages" in fields else validate(TokenizeText, fields)
 
 
 def _tokens(ids: Sequence[int], context: int, strings: Tokenizer | None) -> bytes:
@@ -81,14 +85,14 @@ def _add_render_routes(app: FastAPI, service: "Service") -> None:
 
     @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
     async def render_completion(request: Request) -> JSONBody:
-        body = parse(CompletionRequest, await read_body(request, service.max_body_bytes))
+        body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
         service.check_model(body.model)
         prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
         return JSONBody(_rendered(body, prepared, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
-        body = parse(ChatRequest, await read_body(request, service.max_body_bytes))
+        body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
         prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
         return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
@@ -123,6 +127,7 @@ def _info(service: "Service") -> dict[str, Any]:
             "max_num_seqs": ready.max_num_seqs,
             "max_num_batched_tokens": ready.max_num_batched_tokens,
             "max_queued_requests": service.max_queued_requests,
+            "max_queued_tokens": service.max_queued_tokens,
             "max_body_bytes": service.max_body_bytes,
             "n": protocol.MAX_CHOICES,
             "prompts": protocol.MAX_PROMPTS,

@@ -24,6 +24,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings, Settings
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.wire import BoundedProtocol
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
@@ -208,6 +209,7 @@ def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         app,
         log_config=None,
         lifespan="off",
+        http=BoundedProtocol,
         ws="none",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -229,6 +231,7 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
         config=read_config(path),
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,
+        max_queued_tokens=server.max_queued_tokens,
     )
 
 

@@ -34,7 +34,7 @@ REQUEST_BUCKETS = (
     *(10.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
 )
 MEMORY_KINDS = ("planned", "allocated", "used", "peak")
-REJECTIONS = ("queue_full", "draining")
+REJECTIONS = ("queue_full", "queue_tokens", "draining")
 
 
 class Histogram:
@@ -67,6 +67,8 @@ class _Clock:
     """When a request was submitted and when its last token came, in seconds of the monotonic clock."""
 
     submitted: float
+    queued_tokens: int
+    """Its prompt's tokens while it waits for its first admission; 0 from then on."""
     last_token: float | None = None
 
 
@@ -86,6 +88,8 @@ class Metrics(Collector):
         self.finished = dict.fromkeys(get_args(FinishReason), 0)
         self.rejections = dict.fromkeys(REJECTIONS, 0)
         self.prompt_tokens = 0
+        self.queued_tokens = 0
+        """Prompt tokens of requests that the engine has not admitted yet."""
         self.cached_tokens = 0
         self.generated_tokens = 0
         self._first_token = Histogram(FIRST_TOKEN_BUCKETS)
@@ -137,9 +141,10 @@ class Metrics(Collector):
         """A request was submitted."""
         self.started += 1
         self.prompt_tokens += prompt_tokens
+        self.queued_tokens += prompt_tokens
         if not self._live:
             self._heartbeat = self._clock()
-        self._live[request] = _Clock(self._clock())
+        self._live[request] = _Clock(self._clock(), prompt_tokens)
 
     def rejected(self, reason: str) -> None:
         """A request was refused for lack of room; the reason is one of REJECTIONS."""
@@ -180,6 +185,7 @@ class Metrics(Collector):
         if clock is None:
             return
         if event.first:
+            self._leave_queue(clock)
             self.cached_tokens += event.cached_tokens
             self._queue.observe(event.queue_seconds)
         if event.token is not None:
@@ -193,12 +199,19 @@ class Metrics(Collector):
             self._finish(event.request, event.finish, now)
 
     def _finish(self, request: int, reason: FinishReason, now: float) -> None:
-        self._whole_request.observe(now - self._live.pop(request).submitted)
+        clock = self._live.pop(request)
+        self._leave_queue(clock)
+        self._whole_request.observe(now - clock.submitted)
         self.finished[reason] += 1
+
+    def _leave_queue(self, clock: _Clock) -> None:
+        self.queued_tokens -= clock.queued_tokens
+        clock.queued_tokens = 0
 
     def _request_metrics(self) -> Iterator[Metric]:
         yield _gauge("requests_running", "Requests being computed.", self.running)
         yield _gauge("requests_waiting", "Requests submitted and not being computed.", self.waiting)
+        yield _gauge("queued_tokens", "Prompt tokens of requests not admitted yet.", self.queued_tokens)
         yield _counter("request_started", "Requests submitted to the engine, one for each choice.", self.started)
         finished = CounterMetricFamily("octavo_request_success", "Finished requests.", labels=["finished_reason"])
         for reason, count in self.finished.items():

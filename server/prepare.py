@@ -23,9 +23,6 @@ GREEDY_BELOW = 1e-5
 SEED_BITS = 53
 """Drawn seeds survive a client whose JSON numbers are doubles."""
 
-INLINE_CHARACTERS = 4096
-"""Longer texts are tokenised in a thread, so that the event loop goes on answering."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -48,7 +45,11 @@ async def prepare_completion(request: CompletionRequest, tokenizer: Tokenizer, r
     special = request.add_special_tokens is not False
     prompts = []
     for index, prompt in enumerate(request.prompt):
-        ids = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
+        ids: Sequence[int] = (
+            await _encode_prompt(prompt, tokenizer, ready.max_model_len, "prompt", add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+        )
         where = f"prompt[{index}]" if len(request.prompt) > 1 else "prompt"
         if not ids:
             raise invalid("prompt", f"Invalid '{where}': it is empty, and this model adds no token of its own.")
@@ -66,7 +67,10 @@ async def prepare_chat(
     """Render and tokenise the conversation and check it against the model. Raises APIError (400)."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
-    prompt = tuple(await encode_conversation(request, tokenizer, template))
+    text = await render(request, template)
+    special = request.add_special_tokens is True
+    ids = await _encode_prompt(text, tokenizer, ready.max_model_len, "messages", add_special_tokens=special)
+    prompt = tuple(ids)
     room = _room(len(prompt), ready.max_model_len, "messages")
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     limit = room if asked is None else min(asked, room)
@@ -74,18 +78,15 @@ async def prepare_chat(
     return _prepared(request, (prompt,), (limit,), (logprobs, None), ready)
 
 
-async def encode_conversation(
-    request: Conversation, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Sequence[int]:
-    """Return the token ids of a conversation, as the model's template writes it. Raises APIError (400)."""
+async def render(request: Conversation, template: ChatTemplate | None) -> str:
+    """Return a conversation as the model's template writes it. Raises APIError (400)."""
     if template is None:
         raise invalid(
             "messages",
             "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
             "unsupported_parameter",
         )
-    text = await asyncio.to_thread(_render, template, request)
-    return await encode(tokenizer, text, request.add_special_tokens is True)
+    return await asyncio.to_thread(_render, template, request)
 
 
 def _render(template: ChatTemplate, request: Conversation) -> str:
@@ -108,11 +109,19 @@ def _render(template: ChatTemplate, request: Conversation) -> str:
         raise invalid("messages", f"The chat template refuses this conversation: {error}") from None
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Tokenise a text without holding up the event loop."""
-    if len(text) <= INLINE_CHARACTERS:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+async def _encode_prompt(
+    text: str, tokenizer: Tokenizer, context: int, param: str, *, add_special_tokens: bool
+) -> Sequence[int]:
+    """Tokenise a prompt, unless it is so long that it cannot fit however it is divided. Raises APIError (400)."""
+    longest = tokenizer.longest_piece
+    if longest is not None and len(text) > longest * context:
+        raise invalid(
+            param,
+            f"This model's maximum context length is {context} tokens; the prompt has {len(text)} characters, "
+            f"which are at least {-(-len(text) // longest)} tokens.",
+            "context_length_exceeded",
+        )
+    return await tokenizer.encode_aside(text, add_special_tokens)
 
 
 def check_ids(ids: Any, vocabulary: int, param: str, where: str) -> None:

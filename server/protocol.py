@@ -18,6 +18,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_DEPTH = 32
+"""Of objects and arrays within each other."""
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -250,7 +252,19 @@ def decode(body: bytes) -> dict[str, Any]:
         raise invalid(None, "The body is not valid JSON: nested too deep.", "invalid_json") from None
     if not isinstance(fields, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
+    _check_depth(fields)
     return fields
+
+
+def _check_depth(fields: dict[str, Any]) -> None:
+    """Raise the 400 for objects and arrays nested too deep. Level by level: deep input must not recurse."""
+    level: list[Any] = [fields]
+    for _ in range(MAX_DEPTH):
+        nested = [item.values() if type(item) is dict else item for item in level]
+        level = [item for items in nested for item in items if type(item) in (dict, list)]
+        if not level:
+            return
+    raise invalid(None, f"The body is not valid JSON: nested deeper than {MAX_DEPTH} levels.", "invalid_json")
 
 
 def validate(model: type[R], fields: Mapping[str, Any]) -> R:

@@ -118,6 +118,14 @@ SETTINGS = (
         "N",
     ),
     Setting(
+        "max_queued_tokens",
+        HTTP,
+        count(1),
+        1 << 20,
+        "Prompt tokens that may wait; more are answered with 429, unless nothing else waits.",
+        "TOKENS",
+    ),
+    Setting(
         "api_key",
         HTTP,
         word,
@@ -230,6 +238,7 @@ class ServerSettings:
     chat_template: Path | None
     max_body_bytes: int
     max_queued_requests: int
+    max_queued_tokens: int
     api_key: tuple[str, ...]
     api_key_file: tuple[str, ...]
     metrics_open: bool

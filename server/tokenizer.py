@@ -1,8 +1,10 @@
 """Text to token ids and back, for a Hugging Face directory or a GGUF file."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ from octavo.server.tokenizer_gguf import gguf_tokenizer
 from octavo.server.vocabulary import TokenizerError, piece_decoder
 
 __all__ = ["Tokenizer", "TokenizerError", "load_tokenizer"]
+
+INLINE_CHARACTERS = 4096
+"""Longer texts are tokenised in a thread, so that the event loop goes on answering."""
+LONG_CHARACTERS = 1 << 16
+"""Longer ones wait for one of two threads: they take seconds, and nobody else should wait for them."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -40,6 +47,9 @@ class Tokenizer:
         """How tokens become bytes, and what is stripped from the text of a whole sequence."""
         self.vocabulary = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         """Every token id is below it."""
+        self.longest_piece = _longest_piece(backend)
+        """The most characters of a text that one token stands for; None where that is not bounded."""
+        self._long_texts = ThreadPoolExecutor(2, thread_name_prefix="long texts")
         self.bos_token = bos_token
         self.eos_token = eos_tokens[0] if eos_tokens else None
         self.bos_id = self._id(bos_token) if bos_token is not None else None
@@ -58,7 +68,15 @@ class Tokenizer:
         A lone surrogate, which has no UTF-8, counts as U+FFFD.
         """
         text = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    async def encode_aside(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return what `encode` does, without holding up the event loop."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens)
+        pool = self._long_texts if len(text) > LONG_CHARACTERS else None
+        return await asyncio.get_running_loop().run_in_executor(pool, self.encode, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Each maximal invalid sequence of bytes becomes one U+FFFD.
@@ -103,6 +121,14 @@ class Tokenizer:
         if found is None:
             raise TokenizerError(f"special token {token!r} is not in the tokenizer's vocabulary")
         return found
+
+
+def _longest_piece(backend: tokenizers.Tokenizer) -> int | None:
+    """What is normalised away, or swallowed by a token beside it, has no bound."""
+    added = backend.get_added_tokens_decoder().values()
+    if backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+        return None
+    return max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
 
 def _decoder_specification(backend: tokenizers.Tokenizer) -> Any:

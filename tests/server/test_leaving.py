@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -102,6 +103,29 @@ def test_a_full_queue_is_refused_with_a_retry_hint(tmp_path: Path) -> None:
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert refused.json()["error"]["code"] == "queue_full"
         assert len(live.completion(prompt=[5], n=5, max_tokens=2)["choices"]) == 5
+
+
+def test_a_queue_full_of_tokens_is_refused_with_a_retry_hint(tmp_path: Path) -> None:
+    config = EngineConfig(model="smollm2", max_num_seqs=1)
+    with live_server(config, command=story_command(tmp_path, {}), max_queued_tokens=100) as live:
+        assert live.completion(prompt=[5] * 200, max_tokens=1), "nothing else waits"
+
+        def occupy(prompt: list[int]) -> AbstractContextManager[httpx.Response]:
+            body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1800, "stream": True}
+            return httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60)
+
+        with occupy([SLOW]):
+            eventually(lambda: live.metric("octavo_queued_tokens") == 0)
+            with occupy([SLOW] * 60):
+                assert live.metric("octavo_queued_tokens") == 60
+                refused = live.post("/v1/completions", prompt=[5] * 41)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+                assert refused.headers["retry-after"] == "1"
+                assert live.metric('octavo_admission_rejections_total{reason="queue_tokens"}') == 1
+                with occupy([5] * 40):
+                    assert live.metric("octavo_queued_tokens") == 100
+        eventually(lambda: idle(live))
+        assert live.metric("octavo_queued_tokens") == 0
 
 
 def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies(tmp_path: Path) -> None:

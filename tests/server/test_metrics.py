@@ -16,6 +16,7 @@ from octavo.server.metrics import TOKEN_BUCKETS, Histogram, Metrics
 READY = scripted_ready(EngineConfig(model="scripted"), blocks=100)
 
 NAMES = """
+    queued_tokens
     requests_running requests_waiting request_started_total request_success_total admission_rejections_total
     prompt_tokens_total prompt_tokens_cached_total generation_tokens_total prefix_cache_queries_total
     prefix_cache_hits_total preemptions_total engine_up steps_total step_tokens batch_size

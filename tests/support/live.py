@@ -21,6 +21,7 @@ from octavo.server.app import Service, create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.wire import BoundedProtocol
 
 STORY_ENGINE = Path(__file__).parent / "story_engine.py"
 
@@ -85,6 +86,7 @@ def live_server(
     model: str = "smollm2",
     max_body_bytes: int = 4 * 1024 * 1024,
     max_queued_requests: int = 1024,
+    max_queued_tokens: int = 1 << 20,
     rules: AccessRules | None = None,
     origins: Sequence[str] = (),
 ) -> Iterator[Live]:
@@ -105,11 +107,17 @@ def live_server(
             read_config(path),
             max_body_bytes=max_body_bytes,
             max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(
             uvicorn.Config(
-                create_app(service, rules, origins), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"
+                create_app(service, rules, origins),
+                http=BoundedProtocol,
+                ws="none",
+                log_level="warning",
+                timeout_graceful_shutdown=2,
+                lifespan="off",
             )
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -1,13 +1,14 @@
 """HTTP as bytes on a socket, for requests that no client library would send."""
 
 import socket
+from collections.abc import Iterable
 
 
-def exchange(url: str, *parts: bytes, end: bool = False) -> bytes:
-    """Send bytes to a server and return all that it answers until it closes the connection."""
+def exchange(url: str, request: bytes | Iterable[bytes], *, end: bool = False) -> bytes:
+    """Send bytes, or several parts of them, to a server; return all that it answers until it closes the connection."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        for part in parts:
+        for part in [request] if isinstance(request, bytes) else request:
             connection.sendall(part)
         if end:
             connection.shutdown(socket.SHUT_WR)
