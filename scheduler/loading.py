@@ -19,7 +19,7 @@ from octavo.model.kernels.load import load_kernels
 from octavo.model.memory import Formats, kv_layout
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
-from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
+from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
@@ -55,10 +55,8 @@ def load(
     Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
     """
     started = time.monotonic()
-    check_device(config.device)
-    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed)
-    dtype = choose_dtype(config.dtype)
-    engine = _plan(config, checkpoint.config, dtype, _choose_kernels(dtype))
+    checkpoint, dtype, kernels = choose(config)
+    engine = _plan(config, checkpoint.config, dtype, kernels)
     ledger = MemoryLedger(engine.plan)
     limits = runner_limits(engine.limits, engine.plan.blocks)
     runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, _progress(report))
@@ -67,6 +65,14 @@ def load(
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
     scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
     return scheduler, runner, _describe(engine, ledger, invariance, time.monotonic() - started)
+
+
+def choose(config: EngineConfig) -> tuple[Checkpoint, torch.dtype, Kernels]:
+    """Decide what to load, in which type and with which kernels. Allocates nothing; raises what `load` does."""
+    check_device(config.device)
+    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed)
+    dtype = choose_dtype(config.dtype)
+    return checkpoint, dtype, _choose_kernels(dtype)
 
 
 def _progress(report: Callable[[Loading], None]) -> Callable[[int, int], None]:

@@ -1,4 +1,4 @@
-"""The command line: `octavo serve`, `octavo plan`, `octavo describe` and `octavo bench`."""
+"""The command line: `octavo serve`, `check`, `plan`, `describe` and `bench`."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
-from octavo.server import __version__
+from octavo.server import __version__, checking
 from octavo.server import commands as answering
 from octavo.server.bench import command as measuring
 from octavo.server.settings import add_arguments, resolve
@@ -61,6 +61,16 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_arguments(serve)
+    check = commands.add_parser(
+        "check",
+        help="say whether serve could start with these options, without starting",
+        description=checking.HELP,
+        usage="octavo check [MODEL] [options of serve]",
+        epilog=f"{VARIABLES}\n\n{checking.EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(check)
     plan = commands.add_parser(
         "plan",
         help="say what a model takes in memory, before anything is loaded",
@@ -99,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print(lines, exit_code)
         if parsed.command == "describe":
             return _print(answering.describe_model(parsed), 0)
+        if parsed.command == "check":
+            exit_code, lines = checking.check(resolve(vars(parsed), os.environ))
+            return _print(lines, exit_code)
         if parsed.command == "bench":
             exit_code, lines = measuring.bench(parsed)
             return _print(lines, exit_code)

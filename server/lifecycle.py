@@ -22,8 +22,8 @@ from octavo.server.entrance import Entrance
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
 from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings, Settings
-from octavo.server.template import ChatTemplate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.template import load_template
+from octavo.server.tokenizer import load_tokenizer
 from octavo.server.wire import BoundedProtocol
 
 KEEP_ALIVE_SECONDS = 75
@@ -226,20 +226,13 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
     return Service(
         client=client,
         tokenizer=tokenizer,
-        template=_load_template(server, tokenizer),
+        template=load_template(server.chat_template, tokenizer),
         names=server.served_model_name,
         config=read_config(path),
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,
         max_queued_tokens=server.max_queued_tokens,
     )
-
-
-def _load_template(settings: ServerSettings, tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = tokenizer.chat_template
-    if settings.chat_template is not None:
-        source = settings.chat_template.read_text(encoding="utf-8")
-    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source is not None else None
 
 
 async def _log_activity(client: EngineClient) -> None:

@@ -7,6 +7,7 @@ Hugging Face transformers gives it, because templates are written against those.
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,6 +15,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from octavo.server.tokenizer import Tokenizer
 
 _MARK = "<end of the text to be continued> "
 """Ends in a space, so that its loss shows whether the template trims messages."""
@@ -75,6 +78,15 @@ class ChatTemplate:
         if copy.get("role") == "developer" and not self._knows_developer:
             copy["role"] = "system"
         return copy
+
+
+def load_template(file: Path | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in a file, or else the model's own, if it has one. Raises TemplateError."""
+    try:
+        source = tokenizer.chat_template if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"--chat-template {file}: {error}") from error
+    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source is not None else None
 
 
 def _mark_final(conversation: list[dict[str, Any]]) -> str:
