@@ -111,6 +111,7 @@ class Engine:
             self._stats(),
             step_tokens=queued.step.tokens,
             step_rows=len(queued.step.rows),
+            step_decode_tokens=sum(row.count == 1 for row in queued.step.rows),
             schedule_seconds=queued.schedule_seconds,
             device_seconds=queued.submit_seconds + landed - started,
             commit_seconds=perf_counter() - landed,

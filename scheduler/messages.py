@@ -97,6 +97,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the step that used most."""
     step_tokens: int = 0
     step_rows: int = 0
+    step_decode_tokens: int = 0
+    """Those of step_tokens that are alone in their row."""
     steps_total: int = 0
     preemptions_total: int = 0
     prefix_queries_total: int = 0

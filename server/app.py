@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -120,7 +120,7 @@ class Service:
 
 def create_app(service: Service, rules: AccessRules | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """Make the application around a running engine. `origins`: web pages whose scripts may call it."""
-    app = bare_app(rules, origins)
+    app = bare_app(service.client.metrics, rules, origins)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     _add_generation_routes(app, service)
     _add_model_routes(app, service)
@@ -131,7 +131,7 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     return app
 
 
-def bare_app(rules: AccessRules | None, origins: Sequence[str]) -> FastAPI:
+def bare_app(metrics: Metrics, rules: AccessRules | None, origins: Sequence[str]) -> FastAPI:
     """Make an application without routes of its own: who may call it, and the shape of its errors."""
     # Without redirects, which would be put together from the client's Host header.
     app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -148,7 +148,7 @@ def bare_app(rules: AccessRules | None, origins: Sequence[str]) -> FastAPI:
             expose_headers=["x-request-id", "x-octavo-seed"],
         )
     app.add_middleware(HostCheck)
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, responded=metrics.responded)
     return app
 
 
@@ -255,10 +255,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class RequestContext:
-    """Outermost layer: gives each response a request id, and turns an unexpected exception into a plain 500."""
+    """Outermost layer: counts responses, gives each a request id, and turns an unexpected exception into a 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, responded: Callable[[int], None]) -> None:
         self._app = app
+        self._responded = responded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -272,6 +273,7 @@ class RequestContext:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._responded(message["status"])
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 

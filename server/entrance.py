@@ -38,7 +38,7 @@ class Entrance:
 
     def _loading_app(self, metrics: Metrics) -> FastAPI:
         """Answer probes and scrapes, and 503 to everything else."""
-        app = bare_app(self._rules, self._origins)
+        app = bare_app(metrics, self._rules, self._origins)
         app.router.routes.clear()  # /openapi.json
         add_health_routes(app, lambda: LOADING, lambda: self._loading)
         add_metrics_route(app, metrics)

@@ -4,6 +4,7 @@ No probe asks the engine for anything: each answers from what the server knows a
 when idle. That the engine computes shows in the age of its last finished step, never in the fate of a request.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from fastapi import FastAPI
@@ -15,6 +16,16 @@ READY = "ok"
 LOADING = "loading"
 STALL_SECONDS = 30.0
 """An engine that has work and finishes no step for this long is not ready."""
+LAG_INTERVAL_SECONDS = 0.5
+
+
+async def watch_event_loop(lagged: Callable[[float], None]) -> None:
+    """Tell again and again how late the event loop comes back to a timer, in seconds. Never ends."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_INTERVAL_SECONDS
+        await asyncio.sleep(LAG_INTERVAL_SECONDS)
+        lagged(max(0.0, loop.time() - due))
 
 
 def add_health_routes(app: FastAPI, condition: Callable[[], str], loading: Callable[[], Loading | None]) -> None:

@@ -19,6 +19,7 @@ from octavo.server.access import AccessRules
 from octavo.server.app import Service
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
 from octavo.server.entrance import Entrance
+from octavo.server.health import watch_event_loop
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
 from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings, Settings
@@ -79,7 +80,7 @@ class Daemon:
         self._command = command
         server = settings.server
         rules = AccessRules(server.api_key + server.api_key_file, server.metrics_open, server.metrics_key)
-        self._metrics = Metrics()
+        self._metrics = Metrics(model=server.served_model_name[0])
         self._entrance = Entrance(self._metrics, rules, server.cors_origin)
         self._main: asyncio.Task[Any] | None = None
         self._serving = False
@@ -138,7 +139,8 @@ class Daemon:
         for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
         self._serving = True
-        tasks = [asyncio.create_task(_log_activity(client)), asyncio.create_task(self._end(server, service))]
+        background = (_log_activity(client), watch_event_loop(self._metrics.lagged), self._end(server, service))
+        tasks = [asyncio.create_task(work) for work in background]
         self._entrance.open(service)
         _log.info("serving on %s", server.url)
         try:

@@ -5,78 +5,56 @@ series exists from the start, at 0. At any time: started = running + waiting + t
 """
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
 from octavo.scheduler.messages import EngineStats, FinishReason, MemoryLine, Ready, StepReport, TokenEvent
 from octavo.server import __version__
+from octavo.server.histogram import (
+    FIRST_TOKEN_SECONDS,
+    LAG_SECONDS,
+    REQUEST_SECONDS,
+    REQUEST_TOKENS,
+    STEP_TOKENS,
+    TOKEN_SECONDS,
+    Histogram,
+)
 from octavo.server.memory import MemoryAccounts
 
-__all__ = ["CONTENT_TYPE", "Histogram", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Metrics"]
 
-TOKEN_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
-    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
-)
-FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-REQUEST_BUCKETS = (
-    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
-    *(10.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
-)
 MEMORY_KINDS = ("planned", "allocated", "used", "peak")
 REJECTIONS = ("queue_full", "queue_tokens", "draining")
-
-
-class Histogram:
-    """Counts of observations by upper bound; much cheaper to add to than a locked Prometheus metric."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """Return cumulative buckets and the sum, as Prometheus wants them."""
-        total = 0
-        buckets = []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(total)))
-        family = HistogramMetricFamily(name, text)
-        family.add_metric([], buckets, self._sum)
-        return family
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
+"""Of HTTP responses; whatever else there may be is counted as "other"."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """When a request was submitted and when its last token came, in seconds of the monotonic clock."""
+    """When what happened to a request, in seconds of the monotonic clock."""
 
     submitted: float
+    prompt_tokens: int
     queued_tokens: int
     """Its prompt's tokens while it waits for its first admission; 0 from then on."""
-    last_token: float | None = None
+    admitted: float = 0.0
+    first_token: float | None = None
+    last_token: float = 0.0
+    tokens: int = 0
 
 
 class Metrics(Collector):
     """Everything the server counts. Used by one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, model: str = "") -> None:
         self._clock = clock
+        self._model = model
         self._live: dict[int, _Clock] = {}
         self._ready: Ready | None = None
         self._memory = MemoryAccounts()
@@ -84,6 +62,8 @@ class Metrics(Collector):
         self._last_step_timestamp = 0.0
         self._heartbeat = 0.0
         self.stats = EngineStats()
+        self._past = EngineStats()
+        """The totals of engines that are gone, so that no counter ever falls."""
         self.started = 0
         self.finished = dict.fromkeys(get_args(FinishReason), 0)
         self.rejections = dict.fromkeys(REJECTIONS, 0)
@@ -92,13 +72,25 @@ class Metrics(Collector):
         """Prompt tokens of requests that the engine has not admitted yet."""
         self.cached_tokens = 0
         self.generated_tokens = 0
-        self._first_token = Histogram(FIRST_TOKEN_BUCKETS)
-        self._between_tokens = Histogram(TOKEN_BUCKETS)
-        self._whole_request = Histogram(REQUEST_BUCKETS)
-        self._queue = Histogram(REQUEST_BUCKETS)
-        self._schedule = Histogram(TOKEN_BUCKETS)
-        self._device = Histogram(TOKEN_BUCKETS)
-        self._commit = Histogram(TOKEN_BUCKETS)
+        self.computed_tokens = {"prefill": 0, "decode": 0}
+        self.engine_restarts = 0
+        self.requests_resumed = 0
+        self._responses: dict[int | str, int] = dict.fromkeys((*STATUSES, "other"), 0)
+        self._first_token = Histogram(FIRST_TOKEN_SECONDS)
+        self._between_tokens = Histogram(TOKEN_SECONDS)
+        self._per_token = Histogram(TOKEN_SECONDS)
+        self._whole_request = Histogram(REQUEST_SECONDS)
+        self._queue = Histogram(REQUEST_SECONDS)
+        self._prefill = Histogram(REQUEST_SECONDS)
+        self._decode = Histogram(REQUEST_SECONDS)
+        self._prompt_length = Histogram(REQUEST_TOKENS)
+        self._generated_length = Histogram(REQUEST_TOKENS)
+        self._schedule = Histogram(TOKEN_SECONDS)
+        self._device = Histogram(TOKEN_SECONDS)
+        self._commit = Histogram(TOKEN_SECONDS)
+        self._step_tokens = Histogram(STEP_TOKENS)
+        self._step_rows = Histogram(STEP_TOKENS)
+        self._lag = Histogram(LAG_SECONDS)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -129,6 +121,8 @@ class Metrics(Collector):
         self._memory.engine_ready(ready)
         self._engine_up = True
         self._heartbeat = self._clock()
+        totals = {name: self._total(name) for name in EngineStats.__struct_fields__ if name.endswith("_total")}
+        self._past = EngineStats(**totals)
         self.stats = EngineStats(blocks_free=ready.blocks)
 
     def engine_lost(self) -> None:
@@ -144,11 +138,19 @@ class Metrics(Collector):
         self.queued_tokens += prompt_tokens
         if not self._live:
             self._heartbeat = self._clock()
-        self._live[request] = _Clock(self._clock(), prompt_tokens)
+        self._live[request] = _Clock(self._clock(), prompt_tokens, queued_tokens=prompt_tokens)
 
     def rejected(self, reason: str) -> None:
         """A request was refused for lack of room; the reason is one of REJECTIONS."""
         self.rejections[reason] += 1
+
+    def responded(self, status: int) -> None:
+        """An HTTP response begins."""
+        self._responses[status if status in self._responses else "other"] += 1
+
+    def lagged(self, seconds: float) -> None:
+        """The event loop came back to something this much later than it should have."""
+        self._lag.observe(seconds)
 
     def step(self, report: StepReport) -> None:
         """Take a report into account."""
@@ -160,6 +162,10 @@ class Metrics(Collector):
             self._schedule.observe(stats.schedule_seconds)
             self._device.observe(stats.device_seconds)
             self._commit.observe(stats.commit_seconds)
+            self._step_tokens.observe(stats.step_tokens)
+            self._step_rows.observe(stats.step_rows)
+            self.computed_tokens["decode"] += stats.step_decode_tokens
+            self.computed_tokens["prefill"] += stats.step_tokens - stats.step_decode_tokens
         self.stats = stats
         for event in report.events:
             self._event(event, now)
@@ -188,10 +194,14 @@ class Metrics(Collector):
             self._leave_queue(clock)
             self.cached_tokens += event.cached_tokens
             self._queue.observe(event.queue_seconds)
+            clock.admitted = clock.submitted + event.queue_seconds
         if event.token is not None:
             self.generated_tokens += 1
-            if clock.last_token is None:
+            clock.tokens += 1
+            if clock.first_token is None:
+                clock.first_token = now
                 self._first_token.observe(now - clock.submitted)
+                self._prefill.observe(now - clock.admitted)
             else:
                 self._between_tokens.observe(now - clock.last_token)
             clock.last_token = now
@@ -201,8 +211,18 @@ class Metrics(Collector):
     def _finish(self, request: int, reason: FinishReason, now: float) -> None:
         clock = self._live.pop(request)
         self._leave_queue(clock)
-        self._whole_request.observe(now - clock.submitted)
         self.finished[reason] += 1
+        self._whole_request.observe(now - clock.submitted)
+        self._prompt_length.observe(clock.prompt_tokens)
+        self._generated_length.observe(clock.tokens)
+        if clock.first_token is not None:
+            self._decode.observe(clock.last_token - clock.first_token)
+            if clock.tokens > 1:
+                self._per_token.observe((clock.last_token - clock.first_token) / (clock.tokens - 1))
+
+    def _total(self, name: str) -> int:
+        """A total over all engines there have been."""
+        return int(getattr(self._past, name) + getattr(self.stats, name))
 
     def _leave_queue(self, clock: _Clock) -> None:
         self.queued_tokens -= clock.queued_tokens
@@ -213,41 +233,50 @@ class Metrics(Collector):
         yield _gauge("requests_waiting", "Requests submitted and not being computed.", self.waiting)
         yield _gauge("queued_tokens", "Prompt tokens of requests not admitted yet.", self.queued_tokens)
         yield _counter("request_started", "Requests submitted to the engine, one for each choice.", self.started)
-        finished = CounterMetricFamily("octavo_request_success", "Finished requests.", labels=["finished_reason"])
-        for reason, count in self.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        rejected = CounterMetricFamily("octavo_admission_rejections", "Refused requests.", labels=["reason"])
-        for reason, count in self.rejections.items():
-            rejected.add_metric([reason], count)
-        yield rejected
+        yield _counters("request_success", "Finished requests.", "finished_reason", self.finished)
+        yield _counters("admission_rejections", "Requests refused for lack of room.", "reason", self.rejections)
+        yield _counter("requests_resumed", "Requests that went on in a new engine.", self.requests_resumed)
+        yield _counters("http_responses", "HTTP responses, by status.", "code", self._responses)
 
     def _token_metrics(self) -> Iterator[Metric]:
-        stats = self.stats
         yield _counter(
             "prompt_tokens", "Prompt tokens of submitted requests, cached ones included.", self.prompt_tokens
         )
         yield _counter("prompt_tokens_cached", "Prompt tokens whose KV was found in the cache.", self.cached_tokens)
         yield _counter("generation_tokens", "Generated tokens.", self.generated_tokens)
-        yield _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries_total)
-        yield _counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits_total)
-        yield _counter("preemptions", "Requests put back for lack of KV blocks.", stats.preemptions_total)
+        yield _counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache.", self._total("prefix_queries_total")
+        )
+        yield _counter("prefix_cache_hits", "Tokens found in the prefix cache.", self._total("prefix_hits_total"))
+        yield _counter("preemptions", "Requests put back for lack of KV blocks.", self._total("preemptions_total"))
+        text = "Tokens computed by steps, in rows of one token (decode) and in longer ones (prefill)."
+        yield _counters("computed_tokens", text, "kind", self.computed_tokens)
 
     def _latency_metrics(self) -> Iterator[Metric]:
-        yield self._first_token.family("octavo_time_to_first_token_seconds", "From submission to the first token.")
-        yield self._between_tokens.family("octavo_inter_token_latency_seconds", "Between tokens of one request.")
-        yield self._whole_request.family("octavo_e2e_request_latency_seconds", "From submission to the end.")
-        yield self._queue.family("octavo_request_queue_time_seconds", "From arrival in the engine to admission.")
-        yield self._schedule.family("octavo_step_schedule_seconds", "Choosing what a step computes.")
-        yield self._device.family("octavo_step_device_seconds", "Computing a step, as the engine waits for it.")
-        yield self._commit.family("octavo_step_commit_seconds", "Taking a step's results into account.")
+        for histogram, name, text in (
+            (self._first_token, "time_to_first_token_seconds", "From submission to the first token."),
+            (self._between_tokens, "inter_token_latency_seconds", "Between two tokens of a request."),
+            (self._per_token, "request_time_per_output_token_seconds", "The mean of these over a request."),
+            (self._whole_request, "e2e_request_latency_seconds", "From submission to the end."),
+            (self._queue, "request_queue_time_seconds", "From arrival in the engine to admission."),
+            (self._prefill, "request_prefill_time_seconds", "From admission to the first token."),
+            (self._decode, "request_decode_time_seconds", "From the first token to the last."),
+            (self._prompt_length, "request_prompt_tokens", "Prompt tokens of finished requests."),
+            (self._generated_length, "request_generation_tokens", "Generated tokens of finished requests."),
+            (self._schedule, "step_schedule_seconds", "Choosing what a step computes."),
+            (self._device, "step_device_seconds", "Computing a step, as the engine waits for it."),
+            (self._commit, "step_commit_seconds", "Taking a step's results into account."),
+            (self._step_tokens, "step_tokens", "Tokens computed by a step."),
+            (self._step_rows, "step_requests", "Requests computed by a step."),
+            (self._lag, "event_loop_lag_seconds", "How late the server's event loop comes back to a timer."),
+        ):
+            yield histogram.family(f"octavo_{name}", text)
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        stats, ready = self.stats, self._ready
+        ready = self._ready
         yield _gauge("engine_up", "Whether the engine takes requests.", self._engine_up)
-        yield _counter("steps", "Steps computed.", stats.steps_total)
-        yield _gauge("step_tokens", "Tokens computed by the last step.", stats.step_tokens)
-        yield _gauge("batch_size", "Requests computed by the last step.", stats.step_rows)
+        yield _counter("engine_restarts", "Engines started in place of one that was lost.", self.engine_restarts)
+        yield _counter("steps", "Steps computed.", self._total("steps_total"))
         yield _gauge("last_step_timestamp_seconds", "Unix time of the last step.", self._last_step_timestamp)
         yield _gauge("engine_heartbeat_age_seconds", "Since the last step; 0 without work.", self.heartbeat_age)
         yield _gauge("load_seconds", "Time the engine took to load.", ready.load_seconds if ready else 0)
@@ -256,10 +285,10 @@ class Metrics(Collector):
             "Whether a request's tokens are independent of what else is computed.",
             bool(ready and ready.batch_invariant),
         )
-        names = ["version", "architecture", "device", "dtype", "kernels"]
+        names = ["version", "model", "architecture", "device", "dtype", "kernels"]
         info = GaugeMetricFamily("octavo_build_info", "What runs here; always 1.", labels=names)
         engine = [ready.architecture, ready.device, ready.dtype, ready.kernels] if ready else [""] * 4
-        info.add_metric([__version__, *engine], 1)
+        info.add_metric([__version__, self._model, *engine], 1)
         yield info
 
     def _memory_metrics(self) -> Iterator[Metric]:
@@ -282,6 +311,13 @@ class Metrics(Collector):
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"octavo_{name}", text, value=value)
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"octavo_{name}", text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([str(value)], count)
+    return family
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

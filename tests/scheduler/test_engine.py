@@ -86,6 +86,7 @@ def test_one_report_is_sent_for_each_committed_step() -> None:
     assert [report.stats.steps_total for report in channel.reports] == [1, 2, 3]
     assert [report.stats.step_rows for report in channel.reports] == [2, 2, 2]
     assert [report.stats.step_tokens for report in channel.reports] == [6, 2, 2]
+    assert [report.stats.step_decode_tokens for report in channel.reports] == [0, 2, 2]
     assert [report.stats.step_tokens for report in channel.reports] == [step.tokens for step in runner.steps]
 
 

@@ -6,26 +6,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as PrometheusHistogram
-from prometheus_client.parser import text_string_to_metric_families
+from support.measuring import read_samples
 from support.scripted_engine import ready as scripted_ready
 
 from octavo.scheduler.messages import EngineConfig, EngineStats, FinishReason, StepReport, TokenEvent
+from octavo.server.histogram import TOKEN_SECONDS, Histogram
 from octavo.server.logs import ActivityLog
-from octavo.server.metrics import TOKEN_BUCKETS, Histogram, Metrics
+from octavo.server.metrics import Metrics
 
 READY = scripted_ready(EngineConfig(model="scripted"), blocks=100)
 
 NAMES = """
-    queued_tokens
-    requests_running requests_waiting request_started_total request_success_total admission_rejections_total
-    prompt_tokens_total prompt_tokens_cached_total generation_tokens_total prefix_cache_queries_total
-    prefix_cache_hits_total preemptions_total engine_up steps_total step_tokens batch_size
-    last_step_timestamp_seconds engine_heartbeat_age_seconds load_seconds batch_invariant build_info
-    kv_blocks kv_cache_usage_ratio kv_bytes_per_token memory_bytes memory_budget_bytes
+    requests_running requests_waiting request_started_total request_success_total requests_resumed_total
+    admission_rejections_total http_responses_total prompt_tokens_total prompt_tokens_cached_total
+    generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total preemptions_total
+    computed_tokens_total engine_up engine_restarts_total steps_total last_step_timestamp_seconds
+    engine_heartbeat_age_seconds load_seconds batch_invariant build_info kv_blocks kv_cache_usage_ratio
+    kv_bytes_per_token queued_tokens memory_bytes memory_budget_bytes
 """
 HISTOGRAMS = """
-    time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
-    step_schedule_seconds step_device_seconds step_commit_seconds
+    time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+    e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+    request_prompt_tokens request_generation_tokens step_schedule_seconds step_device_seconds step_commit_seconds
+    step_tokens step_requests event_loop_lag_seconds
 """
 
 
@@ -38,15 +41,7 @@ class Clock:
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Every sample by its name and labels, as `name{label=value}` without the prefix."""
-    found = {}
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
-        for sample in family.samples:
-            labels = ",".join(f"{label}={value}" for label, value in sample.labels.items())
-            name = sample.name.removeprefix("octavo_")
-            assert name != sample.name
-            found[f"{name}{{{labels}}}" if labels else name] = sample.value
-    return found
+    return read_samples(metrics.exposition().decode())
 
 
 def report(*events: TokenEvent, **stats: float) -> StepReport:
@@ -69,7 +64,7 @@ def metrics(clock: Clock) -> Iterator[Metrics]:
     return metrics
 
 
-def test_every_series_is_there_from_the_start_at_zero() -> None:
+def test_g03_every_series_is_there_from_the_start_at_zero() -> None:
     fresh = Metrics()
     start = samples(fresh)
     parts = {f"{name}_{part}" for name in HISTOGRAMS.split() for part in ("bucket", "sum", "count")}
@@ -107,6 +102,12 @@ def test_a_request_is_counted_through_its_life(metrics: Metrics, clock: Clock) -
     assert found["inter_token_latency_seconds_bucket{le=0.05}"] == 2
     assert found["e2e_request_latency_seconds_sum"] == pytest.approx(2 * 0.56)
     assert found["request_queue_time_seconds_sum"] == 0.25
+    assert found["request_prefill_time_seconds_sum"] == pytest.approx(0.25 + 0.52)
+    assert found["request_decode_time_seconds_sum"] == pytest.approx(0.06)
+    assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(0.03)
+    assert found["request_time_per_output_token_seconds_count"] == 1
+    assert found["request_prompt_tokens_sum"] == 50
+    assert found["request_generation_tokens_sum"] == 4
     assert found["requests_running"] == found["requests_waiting"] == 0
 
 
@@ -123,17 +124,59 @@ def test_an_engine_that_is_lost_ends_its_requests_as_errors(metrics: Metrics) ->
 
 def test_the_engines_state_and_memory_are_shown(metrics: Metrics) -> None:
     stats = {"blocks_free": 70, "blocks_cached": 20, "blocks_referenced": 10, "steps_total": 3, "step_tokens": 40}
-    metrics.step(report(**stats, step_rows=5, preemptions_total=2, prefix_queries_total=9, prefix_hits_total=4))
+    rows = {"step_rows": 5, "step_decode_tokens": 4}
+    metrics.step(report(**stats, **rows, preemptions_total=2, prefix_queries_total=9, prefix_hits_total=4))
     found = samples(metrics)
     assert [found[f"kv_blocks{{state={state}}}"] for state in ("used", "cached", "free")] == [10, 20, 70]
     assert found["kv_cache_usage_ratio"] == 0.1
-    assert (found["steps_total"], found["step_tokens"], found["batch_size"]) == (3, 40, 5)
+    assert (found["steps_total"], found["step_tokens_sum"], found["step_requests_sum"]) == (3, 40, 5)
+    assert [found[f"computed_tokens_total{{kind={kind}}}"] for kind in ("decode", "prefill")] == [4, 36]
     assert (found["preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (
         2,
         9,
         4,
     )
     assert found["batch_invariant"] == 1
+
+
+def test_g03_no_counter_falls_when_an_engine_takes_the_place_of_another(metrics: Metrics) -> None:
+    totals = {"steps_total": 5, "preemptions_total": 2, "prefix_queries_total": 9, "prefix_hits_total": 4}
+    metrics.step(report(**totals))
+    for _ in range(2):
+        before = samples(metrics)
+        metrics.engine_lost()
+        assert samples(metrics)["steps_total"] == before["steps_total"]
+        metrics.engine_ready(READY)
+        assert samples(metrics)["steps_total"] == before["steps_total"]
+        metrics.step(report(steps_total=1, prefix_queries_total=3))
+        found = samples(metrics)
+        assert found["steps_total"] == before["steps_total"] + 1
+        assert found["prefix_cache_queries_total"] == before["prefix_cache_queries_total"] + 3
+        assert (found["preemptions_total"], found["prefix_cache_hits_total"]) == (2, 4)
+
+
+def test_responses_are_counted_by_status_from_a_fixed_set(metrics: Metrics) -> None:
+    for status in (200, 200, 503, 418):
+        metrics.responded(status)
+    found = samples(metrics)
+    assert [found[f"http_responses_total{{code={code}}}"] for code in (200, 503, 404, "other")] == [2, 1, 0, 1]
+
+
+def test_the_engine_is_as_old_as_its_last_step_while_there_is_work(metrics: Metrics, clock: Clock) -> None:
+    clock.now += 60
+    assert metrics.heartbeat_age == 0
+    metrics.request_started(1, 5)
+    clock.now += 2
+    metrics.request_started(2, 5)
+    clock.now += 1
+    assert samples(metrics)["engine_heartbeat_age_seconds"] == 3
+    metrics.step(report(token(1, first=True), steps_total=1, running=2))
+    clock.now += 4
+    metrics.step(report(TokenEvent(request=1, finish="abort"), steps_total=1, running=1))
+    assert metrics.heartbeat_age == 4
+    metrics.step(report(token(2, "stop", first=True), steps_total=2))
+    clock.now += 60
+    assert metrics.heartbeat_age == 0
 
 
 def test_a_report_without_a_step_is_no_step(metrics: Metrics) -> None:
@@ -168,11 +211,11 @@ def test_started_requests_are_always_running_waiting_or_finished(actions: list[t
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(TOKEN_BUCKETS))))
+@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(TOKEN_SECONDS))))
 def test_histograms_agree_with_those_of_the_prometheus_library(values: list[float]) -> None:
     registry = CollectorRegistry()
-    theirs = PrometheusHistogram("h", "text", buckets=TOKEN_BUCKETS, registry=registry)
-    ours = Histogram(TOKEN_BUCKETS)
+    theirs = PrometheusHistogram("h", "text", buckets=TOKEN_SECONDS, registry=registry)
+    ours = Histogram(TOKEN_SECONDS)
     for value in values:
         theirs.observe(value)
         ours.observe(value)
