@@ -11,7 +11,6 @@ reading is what the products reach.
 
 import argparse
 import collections
-import functools
 import socket
 import statistics
 import time
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.model.attention.cpu import CpuAttention
-from octavo.model.kernels.native import NativeKernels, PackedLinear
+from octavo.model.kernels.library import Library
 from octavo.model.runner import ModelRunner
 from octavo.model.sampling import Sampler
 from octavo.model.step import SamplingParams
@@ -32,16 +30,22 @@ from octavo.scheduler.loading import load
 from octavo.scheduler.messages import EngineConfig, FromEngine, StepReport, Submission
 from octavo.scheduler.policy import Scheduler
 
+MOST_TOKENS = 128
+"""In a step."""
+
 PARTS: dict[str, tuple[tuple[type, tuple[str, ...]], ...]] = {
     "schedule": ((Scheduler, ("schedule", "commit")),),
-    "products": ((PackedLinear, ("__call__", "gather")),),
-    "attention": ((CpuAttention, ("plan", "forward")),),
-    "norms, RoPE, SiLU": ((NativeKernels, ("rms_norm", "add_rms_norm", "rotate", "silu_mul", "add")),),
+    "products": (),
+    "attention": (),
+    "norms, RoPE, SiLU": (),
     "sampling": ((Sampler, ("sample", "score")),),
     "messages": ((Channel, ("receive", "send")),),
     "rest of the runner": ((ModelRunner, ("submit",)),),
     "rest of the engine": ((Engine, ("turn",)),),
 }
+
+FUNCTIONS = {"linear": "products", "paged_attention": "attention"}
+"""Parts of the compiled functions by the beginning of their names; the others are norms, RoPE and SiLU."""
 
 
 class Stopwatch:
@@ -55,8 +59,17 @@ class Stopwatch:
         """Replace a method by one that is timed."""
         setattr(owner, name, self._timed(getattr(owner, name), part))
 
+    def watch_library(self) -> None:
+        """Time the functions of the compiled library, be they called or repeated."""
+        look_up = Library.__getitem__
+
+        def timed(library: Library, name: str) -> Any:
+            part = next((part for start, part in FUNCTIONS.items() if name.startswith(start)), "norms, RoPE, SiLU")
+            return CompiledFunction(look_up(library, name), self._timed, part)
+
+        Library.__getitem__ = timed  # type: ignore[method-assign]
+
     def _timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        @functools.wraps(method)
         def timed(*arguments: Any, **keywords: Any) -> Any:
             self._within.append(0.0)
             started = time.perf_counter()
@@ -70,20 +83,36 @@ class Stopwatch:
         return timed
 
 
+class CompiledFunction:
+    """A function of the library, timed, whose types are set as those of the function itself."""
+
+    def __init__(self, function: Any, timed: Callable[..., Any], part: str) -> None:
+        self.__dict__.update(function=function, call=timed(function, part))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.function, name, value)
+
+    def __call__(self, *values: Any) -> Any:
+        """Call the function."""
+        return self.call(*values)
+
+
 def main() -> None:
     arguments = parse_arguments()
     watch = Stopwatch()
+    watch.watch_library()
     for part, methods in PARTS.items():
         for owner, names in methods:
             for name in names:
                 watch.watch(owner, name, part)
-    most, length = max(arguments.batches), arguments.context + arguments.steps + 32
+    most, length = max(arguments.batches), 2 * arguments.context + arguments.steps + 32
     scheduler, runner, ready = load(
         EngineConfig(
             model=arguments.model,
             dtype=arguments.dtype,
             max_model_len=length,
             max_num_seqs=most,
+            max_num_batched_tokens=max(most, MOST_TOKENS),
             kv_blocks=most * -(-length // 16) + most,
         )
     )
@@ -125,7 +154,7 @@ def steps(
     reports: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=arguments.temperature, ignore_eos=True)
-    total = arguments.steps + 16
+    total = arguments.steps + 16 + batch * arguments.context // MOST_TOKENS  # some decode while others have prompts
     with ours, theirs:
         for number in range(batch):
             prompt = tuple(int(token) for token in rng.integers(1000, 20000, arguments.context))

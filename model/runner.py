@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -111,12 +112,17 @@ class ModelRunner:
         slots: SlotTable,
         sampler: Sampler,
         arena: ActivationArena,
+        record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
+        """`record` runs a forward pass and returns what repeats it, of kernels and attention alike."""
         self.model = model
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
         self._arena = arena
+        self._record = record
+        self._repeats: dict[int, Callable[[], None]] = {}
+        """How to repeat the forward pass of so many tokens."""
         self._cache_slots = torch.empty(arena.max_tokens, dtype=torch.int32)
         """Where each token's K and V go: on the host, as the attention backends plan there."""
 
@@ -147,7 +153,13 @@ class ModelRunner:
         positions[tokens:].zero_()
         batch = self._slots.inputs(step, token_ids, positions, self._cache_slots)
         self._attention.plan(batch)
-        self.model.forward(self._arena, padded, self._attention)
+        if (repeat := self._repeats.get(padded)) is not None:
+            repeat()
+        elif self._record is None or padded > self._arena.max_rows:
+            # Longer steps compute for so long that Python's share does not count.
+            self.model.forward(self._arena, padded, self._attention)
+        else:
+            self._repeats[padded] = self._record(partial(self.model.forward, self._arena, padded, self._attention))
 
     def _sample(self, wanted: _Wanted) -> Iterator[Sampled]:
         """Choose the next tokens and append them to their slots, where the next step finds them."""
@@ -194,4 +206,4 @@ def build_runner(
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
     sampler = Sampler(config.vocabulary, slots, limits.max_rows)
-    return ModelRunner(model, attention, slots, sampler, arena)
+    return ModelRunner(model, attention, slots, sampler, arena, kernels.record)

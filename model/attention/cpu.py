@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
+from octavo.model.kernels.library import Library
 
 TILE = 48
 """Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.h."""
@@ -51,8 +52,8 @@ class CpuAttention:
     bfloat16 before they meet V; all sums are float32.
     """
 
-    def __init__(self, config: ModelConfig, store: KVStore, library: ctypes.CDLL, variant: str) -> None:
-        """`variant` names the copy of the kernel to use, for example "avx2"; `avx512_bf16` and `amx_bf16` are for bfloat16.
+    def __init__(self, config: ModelConfig, store: KVStore, library: Library, variant: str) -> None:
+        """`variant` names the copy of the kernel to use, for example "avx2"; two are for bfloat16 only.
 
         Raises:
             ValueError: a dtype, block size or head_dim that the kernel does not know.
@@ -77,9 +78,8 @@ class CpuAttention:
         )
         self._plan_address = ctypes.addressof(self._plan)
         self._planned: tuple[AttentionBatch, NDArray[np.int32]] | None = None
-        self._kernel = library[f"paged_attention_{SUFFIXES[self._dtype]}_{variant}"]
-        self._kernel.argtypes = (c_void_p, c_void_p, c_void_p, c_char_p, c_int32)
-        self._kernel.restype = None
+        name = f"paged_attention_{SUFFIXES[self._dtype]}_{variant}"
+        self._kernel = library.function(name, c_void_p, c_void_p, c_void_p, c_char_p, c_int32)
 
     def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:  # noqa: ARG002
         """Reserve nothing: a tile's state lives on the stack of the thread that computes it."""

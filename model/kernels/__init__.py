@@ -7,6 +7,7 @@ This package imports no torch at run time, so that sizes can be planned without 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Kernels(Protocol):
     """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
     panels: bool
     """Whether weights are kept in padded panels (see packing.py) or as they are."""
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body`, which computes on the same memory each time, and return the fastest way to run it again."""
+        ...
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
         """Make a Linear with uninitialised weights."""

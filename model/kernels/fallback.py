@@ -1,5 +1,7 @@
 """The same operators in plain torch, where the C++ library cannot be built: slower, and with temporary tensors."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,6 +84,11 @@ class TorchKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body`; the way to run it again is to run it again."""
+        body()
+        return body
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TorchLinear:
         """Make a Linear with uninitialised weights."""

@@ -12,6 +12,7 @@ from octavo.model.kernels import Kernels
 from octavo.model.kernels.build import BuildError, build_library
 from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.fallback import TorchKernels
+from octavo.model.kernels.library import Library
 from octavo.model.kernels.native import NativeKernels
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def load_kernels(dtype: torch.dtype, threads: int | None = None) -> Kernels:
     return kernels
 
 
-def open_library(threads: int) -> ctypes.CDLL:
+def open_library(threads: int) -> Library:
     """Load the compiled library and set the number of threads of its pool, which all its kernels share.
 
     Raises:
@@ -75,7 +76,7 @@ def open_library(threads: int) -> ctypes.CDLL:
     """
     path = build_library()
     try:
-        library = ctypes.CDLL(str(path))
+        library = Library(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from None
     library.octavo_set_threads(threads)

@@ -5,13 +5,14 @@ Calls release the GIL.
 """
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from struct import Struct
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.model.kernels.library import Library
 from octavo.model.kernels.memory import WeightMemory
 from octavo.model.kernels.packing import packed_elements
 
@@ -39,7 +40,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: Library,
         variant: str,
         memory: WeightMemory,
         *,
@@ -62,11 +63,10 @@ class PackedLinear:
         )
         self._address = ctypes.addressof(self._weights)
         pointers = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
-        self._run = _function(library, f"linear_{SUFFIXES[dtype]}_{variant}", *pointers)
-        self._pack = _function(library, "linear_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
-        self._gather = _function(
-            library, "linear_gather", c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, result=c_int
-        )
+        self._run = library.function(f"linear_{SUFFIXES[dtype]}_{variant}", *pointers)
+        self._pack = library.function("linear_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
+        gather = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
+        self._gather = library.function("linear_gather", *gather, result=c_int)
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +142,7 @@ class NativeKernels:
     row_multiple = 1
     panels = True
 
-    def __init__(self, library: ctypes.CDLL, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, name: str, dtype: torch.dtype) -> None:
         """`name` is the code path, one that this CPU can run; `dtype` that of weights and activations."""
         self.name = name
         self.library = library
@@ -152,12 +152,16 @@ class NativeKernels:
         self._memory = WeightMemory()
         suffix = f"{SUFFIXES[dtype]}_{self.vector_variant}"
         counts = (c_int64, c_int64)
-        self._norm = _function(library, f"add_rms_norm_{suffix}", c_char_p, c_void_p, c_float, *counts)
-        self._add = _function(library, f"add_{suffix}", c_char_p, *counts)
-        self._rotate = _function(
-            library, f"rotate_{suffix}", c_char_p, c_void_p, c_int64, c_void_p, *counts, result=c_int
+        self._norm = library.function(f"add_rms_norm_{suffix}", c_char_p, c_void_p, c_float, *counts)
+        self._add = library.function(f"add_{suffix}", c_char_p, *counts)
+        self._rotate = library.function(
+            f"rotate_{suffix}", c_char_p, c_void_p, c_int64, c_void_p, *counts, result=c_int
         )
-        self._silu_mul = _function(library, f"silu_mul_{suffix}", c_void_p, c_int64, *counts)
+        self._silu_mul = library.function(f"silu_mul_{suffix}", c_void_p, c_int64, *counts)
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body` and return what repeats its calls, without Python's share of them."""
+        return self.library.record(body)
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> PackedLinear:
         """Make a Linear with uninitialised weights."""
@@ -214,13 +218,6 @@ class NativeKernels:
         tokens, stride = _matrix("gate_up", gate_up, self.dtype, 2 * width)
         self._silu_mul(gate_up.data_ptr(), stride, tokens, width)
         return gate_up[:, :width]
-
-
-def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
-    function = library[name]  # a new object at each look-up, so that nobody else's types are changed
-    function.argtypes = arguments
-    function.restype = result
-    return function
 
 
 def _matrix(name: str, tensor: Tensor, dtype: torch.dtype, width: int) -> tuple[int, int]:

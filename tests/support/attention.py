@@ -1,6 +1,5 @@
 """Steps of paged attention over random sequences, and what they must yield."""
 
-import ctypes
 import functools
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +14,7 @@ from octavo.model.attention.fallback import TorchAttention
 from octavo.model.attention.load import attention_variant
 from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
+from octavo.model.kernels.library import Library
 from octavo.model.kernels.load import available_paths, open_library
 
 LAYERS, LAYER = 3, 1
@@ -38,7 +38,7 @@ def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBac
 
 
 @functools.cache
-def shared_library() -> ctypes.CDLL:
+def shared_library() -> Library:
     return open_library(2)
 
 
