@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import pytest
 from support.daemon import running
@@ -31,8 +32,10 @@ def test_g01_the_sums_are_what_the_clients_measured() -> None:
 def test_g03_no_counter_falls_under_load_and_every_series_stays() -> None:
     with running("--max-num-seqs", "4", "--kv-blocks", "40", step_seconds=0.002) as daemon:
         start = last = scrape(daemon.url)
-        requests = [daemon.in_background([5, 6], 150) for _ in range(6)]
-        while any(request.is_alive() for request in requests):
+        bodies = [{"prompt": [5, 6, 7 + number], "max_tokens": 150} for number in range(12)]
+        load = threading.Thread(target=stream_all, args=(daemon.url, bodies))
+        load.start()
+        while load.is_alive():
             now = scrape(daemon.url)
             assert {name for name in now if "version=" not in name} == {
                 name for name in start if "version=" not in name
@@ -44,8 +47,10 @@ def test_g03_no_counter_falls_under_load_and_every_series_stays() -> None:
             finished = sum(value for name, value in now.items() if name.startswith("request_success_total"))
             assert now["request_started_total"] == active + finished
             last = now
-        check_identities(scrape(daemon.url))
-        assert last["http_responses_total{code=200}"] > 6
+        load.join()
+        check_identities(last := scrape(daemon.url))
+        assert last["generation_tokens_total"] == 12 * 150
+        assert last["http_responses_total{code=200}"] > 12
 
 
 def test_the_lag_of_the_event_loop_is_what_a_timer_is_late_by(monkeypatch: pytest.MonkeyPatch) -> None:
