@@ -141,6 +141,11 @@ class ModelRunner:
         kept = self._slots.tokens.nbytes + self.model.rope.nbytes
         return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize)
 
+    def reset(self) -> None:
+        """Forget all slots and what a step that failed has left behind."""
+        self._slots.clear()
+        self._sampler.reset()
+
     def _forward(self, step: Step) -> None:
         """Compute the final norm of every token of the step, and append its K and V to the cache."""
         tokens, multiple = step.tokens, self.model.kernels.row_multiple

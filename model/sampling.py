@@ -103,6 +103,10 @@ class Sampler:
         self._occurrences = torch.zeros(vocabulary, dtype=torch.float64, device=slots.device)
         """How often each token occurs in one row's output; all zeros between uses."""
 
+    def reset(self) -> None:
+        """Forget what an interrupted use has left behind."""
+        self._occurrences.zero_()
+
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Choose a token for each row.
 

@@ -105,6 +105,11 @@ class SlotTable:
             if row.mask is not None:
                 self.masks.restrict(row.slot, row.mask)
 
+    def clear(self) -> None:
+        """Free every slot."""
+        self.lists = [None] * len(self.lists)
+        self._block_counts[:] = 0
+
     def inputs(self, step: Step, tokens_out: Tensor, positions_out: Tensor, slots_out: Tensor) -> AttentionBatch:
         """Lay out the step's rows one after another and return what attention needs to know of them.
 

@@ -144,5 +144,15 @@ class Runner(Protocol):
     """One device. Steps execute strictly in the order they are submitted."""
 
     def submit(self, step: Step) -> Pending:
-        """Queue a step. The runner keeps no reference to anything the caller may change."""
+        """Queue a step. The runner keeps no reference to anything the caller may change.
+
+        After an exception, from here or from `wait`, nothing but `reset` makes sense.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget all slots, and whatever of a step that failed is left. Called when no step is awaited any more.
+
+        Contents of blocks survive. Raises if the device does not work any more.
+        """
         ...

@@ -1,5 +1,7 @@
 """The loop: take in messages, decide a step, queue it on the device, report what an earlier one yielded."""
 
+import contextlib
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.model.step import Pending, Runner, Step
+from octavo.model.step import Pending, Runner, Step, StepResult
 from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine, TokenEvent
 from octavo.scheduler.policy import Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -35,13 +39,25 @@ class _Queued:
     submit_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that could not be queued."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        """Fail in the step's turn."""
+        raise self.error
+
+
 class Engine:
     """Drives one runner for one server.
 
     `lookahead` is how many steps may be queued behind the one whose result is awaited. With 1 the host prepares the
     next step while the device computes; 0 suits a device that is the host itself: no step is computed in vain.
 
-    An exception from the runner leaves the engine unusable and is not caught here.
+    A step that the runner cannot compute is undone, and its requests are tried again in parts, until the one to blame
+    is found and ended. An exception from anything else leaves the engine unusable and is not caught here.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, channel: Channel, lookahead: int = 0) -> None:
@@ -54,6 +70,7 @@ class Engine:
         self._pipeline: deque[_Queued] = deque()
         self._steps = 0
         self._activations_used = self._activations_peak = 0
+        self._failed_steps = 0
         self._closed = False
 
     def run(self) -> None:
@@ -89,19 +106,27 @@ class Engine:
             self._channel.send(StepReport(events=tuple(events), stats=self._stats()))
 
     def _submit_next(self) -> bool:
+        """Queue a step; False if there is none, or none should follow it before it has landed."""
         started = perf_counter()
         step = self._scheduler.schedule()
         if step is None:
             return False
         scheduled = perf_counter()
-        pending = self._runner.submit(step)
+        try:
+            pending = self._runner.submit(step)
+        except Exception as error:  # whatever it is, it is dealt with once the steps before it have landed
+            pending = _Failed(error)
         self._pipeline.append(_Queued(step, pending, scheduled - started, perf_counter() - scheduled))
-        return True
+        return not isinstance(pending, _Failed)
 
     def _commit_oldest(self) -> None:
         queued = self._pipeline.popleft()
         started = perf_counter()
-        result = queued.pending.wait()
+        try:
+            result = queued.pending.wait()
+        except Exception as error:
+            self._recover(queued.step, error)
+            return
         landed = perf_counter()
         events = self._scheduler.commit(queued.step, result)
         self._steps += 1
@@ -118,6 +143,20 @@ class Engine:
         )
         self._channel.send(StepReport(events=tuple(events), stats=stats))
 
+    def _recover(self, step: Step, error: Exception) -> None:
+        """Undo a step that failed and those behind it. A runner that cannot be reset ends the engine."""
+        while self._pipeline:
+            with contextlib.suppress(Exception):  # it runs on what the failed step left: its result does not count
+                self._pipeline.popleft().pending.wait()
+        self._runner.reset()
+        self._failed_steps += 1
+        event = self._scheduler.fail(f"the model cannot compute this request: {type(error).__name__}")
+        if event is None:
+            _log.warning("a step of %d requests failed (%s): trying them apart", len(step.rows), type(error).__name__)
+        else:
+            _log.error("request %d fails whenever it is computed", event.request, exc_info=error)
+        self._channel.send(StepReport(events=(event,) if event else (), stats=self._stats()))
+
     def _stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
@@ -130,6 +169,7 @@ class Engine:
             activations_used=self._activations_used,
             activations_peak=self._activations_peak,
             steps_total=self._steps,
+            failed_steps_total=self._failed_steps,
             preemptions_total=scheduler.preemptions,
             prefix_queries_total=scheduler.prefix_queries,
             prefix_hits_total=scheduler.prefix_hits,

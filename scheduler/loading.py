@@ -24,7 +24,8 @@ from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.planning import CPU_RUNTIME, HOST, Machine, plan_engine, runner_limits
-from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.policy import Scheduler
+from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
 
 _log = logging.getLogger(__name__)

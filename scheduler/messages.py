@@ -100,6 +100,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_decode_tokens: int = 0
     """Those of step_tokens that are alone in their row."""
     steps_total: int = 0
+    failed_steps_total: int = 0
+    """Steps that the runner could not compute; their requests were tried again."""
     preemptions_total: int = 0
     prefix_queries_total: int = 0
     """Prompt tokens looked up in the prefix index."""

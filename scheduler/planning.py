@@ -9,7 +9,7 @@ from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.config import ModelConfig
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
 from octavo.scheduler.messages import EngineConfig
-from octavo.scheduler.policy import Limits
+from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import memory_budget, resolve_limits, size_pool
 
 _MIB = 1 << 20

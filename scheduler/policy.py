@@ -11,63 +11,22 @@ Rules it keeps:
 - If blocks run out, the youngest request gives up its own and computes them again later: the oldest always finishes.
   Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
+- After a failure only suspects run, group by group, until the one to blame is found (`blame`).
 - The work of a step is proportional to the tokens it computes, never to the length of a request.
 """
 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult, TokenLogprobs
+from octavo.scheduler.blame import Suspects
+from octavo.scheduler.draft import Draft, Flight
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
-from octavo.scheduler.request import Request
+from octavo.scheduler.request import Limits, Request
 from octavo.scheduler.reuse import PrefixReuse
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step and one request may take."""
-
-    max_rows: int
-    """Requests that run at a time: the number of slots."""
-    max_tokens: int
-    """Tokens that one step computes."""
-    max_model_len: int
-    """Prompt and output of one request together."""
-    block_size: int
-    """Positions in a block."""
-    reserve: bool = False
-    """Whether a request is admitted only with the blocks of its whole life, and so never preempted."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making."""
-
-    budget: int
-    """Tokens left."""
-    rows: list[tuple[Row, Request]] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    grown: list[Growth] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)
-    short: bool = False
-    """Whether blocks ran out."""
-    left_out: Request | None = None
-    """The victim that cannot be preempted yet, because a step in flight works for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that is scheduled and not yet committed."""
-
-    step: Step
-    requests: tuple[Request, ...]
-    """Whom each row belongs to. A slot number would not do: it may have a new owner when the step lands."""
-    published: tuple[int, ...]
-    """Blocks that got their names on the promise that this step fills them."""
 
 
 class Scheduler:
@@ -104,7 +63,9 @@ class Scheduler:
         self._slots = list(reversed(range(limits.max_rows)))
         self._retired: list[int] = []
         """Slots given up, of which the runner learns in the next step."""
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
+        self._suspects: Suspects[Request] = Suspects()
+        """While there are any, only their first group runs, without a step ahead."""
 
     @property
     def busy(self) -> bool:
@@ -125,35 +86,11 @@ class Scheduler:
         """Accept a request, or return the event that refuses it."""
         if submission.request in self._waiting or submission.request in self._running:
             raise ValueError(f"request {submission.request} exists already")
-        request = Request(
-            id=submission.request,
-            prompt=submission.prompt,
-            params=submission.params,
-            limit=min(submission.max_tokens, self._limits.max_model_len - len(submission.prompt)),
-            salt=submission.salt,
-            eos_ids=frozenset() if submission.params.ignore_eos else self._eos_ids,
-            arrival=self._clock(),
-        )
-        reason = self._reason_to_refuse(request, submission.max_tokens)
+        request = Request.of(submission, self._limits, self._eos_ids, self._clock())
+        reason = request.reason_to_refuse(submission.max_tokens, self._limits, self.pool.total)
         if reason is not None:
             return TokenEvent(request=request.id, finish="error", error=reason)
         self._waiting[request.id] = request
-        return None
-
-    def _reason_to_refuse(self, request: Request, max_tokens: int) -> str | None:
-        prompt, context = len(request.prompt), self._limits.max_model_len
-        if prompt == 0:
-            return "the prompt is empty: at least one token is needed"
-        if prompt > context:
-            return f"the prompt has {prompt} tokens, but the context holds only {context}: shorten it"
-        if max_tokens > 0 and prompt == context:
-            return f"the prompt has {prompt} tokens and fills the context: no room is left to generate, shorten it"
-        blocks = self._blocks_for(request.span)
-        if blocks > self.pool.total:
-            return (
-                f"{prompt} prompt tokens and up to {request.limit} generated ones need {blocks} KV blocks of "
-                f"{self._limits.block_size}, but the cache has only {self.pool.total}: shorten the prompt or max_tokens"
-            )
         return None
 
     def abort(self, request_id: int, reason: FinishReason) -> TokenEvent | None:
@@ -171,7 +108,9 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Decide the next step; None if nothing can be computed before a step in flight has landed."""
-        draft = _Draft(self._limits.max_tokens)
+        if self._suspects and self._flights:
+            return None
+        draft = Draft(self._limits.max_tokens)
         self._continue_running(draft)
         if not draft.short:
             self._admit_waiting(draft)
@@ -181,10 +120,10 @@ class Scheduler:
         rows, requests = zip(*draft.rows, strict=True)
         step = Step(tuple(self._retired), tuple(draft.admitted), tuple(draft.grown), rows)
         self._retired.clear()
-        self._flights.append(_Flight(step, requests, tuple(draft.published)))
+        self._flights.append(Flight(step, requests, tuple(draft.published)))
         return step
 
-    def _continue_running(self, draft: _Draft) -> None:
+    def _continue_running(self, draft: Draft) -> None:
         for request in tuple(self._running.values()):
             count = min(request.remaining, draft.budget)
             if count == 0 or request.slot is None or request is draft.left_out:
@@ -192,9 +131,9 @@ class Scheduler:
             if self._grow(request, request.slot, count, draft):
                 self._add_row(request, request.slot, count, draft)
 
-    def _grow(self, request: Request, slot: int, count: int, draft: _Draft) -> bool:
+    def _grow(self, request: Request, slot: int, count: int, draft: Draft) -> bool:
         """Give a running request the blocks for `count` more positions, if need be at the cost of the youngest."""
-        needed = self._blocks_for(request.computed + count) - len(request.blocks)
+        needed = self._limits.blocks_for(request.computed + count) - len(request.blocks)
         if needed <= 0:
             return True
         while (blocks := self.pool.allocate(needed)) is None:
@@ -204,7 +143,7 @@ class Scheduler:
         draft.grown.append(Growth(slot, tuple(blocks)))
         return True
 
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, draft: Draft) -> bool:
         """Preempt the youngest; False if `request` cannot go on in this step.
 
         The youngest has no row in the draft: rows go to older requests first, and it is `request` or younger.
@@ -221,12 +160,17 @@ class Scheduler:
         self.preemptions += 1
         return victim is not request
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         while self._waiting and self._slots and draft.budget:
-            request = next(iter(self._waiting.values()))
-            if not self._claim_blocks(request):
+            request = self._next_waiting()
+            if request is None or not self._claim_blocks(request):
                 break
             self._admit(request, draft)
+
+    def _next_waiting(self) -> Request | None:
+        if self._suspects:
+            return next((request for request in self._suspects.group if request.slot is None), None)
+        return next(iter(self._waiting.values()))
 
     def _claim_blocks(self, request: Request) -> bool:
         """Give a waiting request blocks for its known tokens, under `reserve` for all it may have; cached if possible.
@@ -240,7 +184,7 @@ class Scheduler:
             return False
         found = self._reuse.find(request)
         positions = request.span if self._limits.reserve else request.known
-        needed = self._blocks_for(positions) - len(found)
+        needed = self._limits.blocks_for(positions) - len(found)
         self.pool.share(found)
         revived = spare - (self.pool.available - untouched)
         blocks = None if spare < needed + revived else self.pool.allocate(needed)
@@ -253,7 +197,7 @@ class Scheduler:
         request.computed = len(found) * self._limits.block_size
         return True
 
-    def _admit(self, request: Request, draft: _Draft) -> None:
+    def _admit(self, request: Request, draft: Draft) -> None:
         del self._waiting[request.id]
         self._running[request.id] = request
         slot = request.slot = self._slots.pop()
@@ -269,7 +213,7 @@ class Scheduler:
         )
         self._add_row(request, slot, min(request.remaining, draft.budget), draft)
 
-    def _add_row(self, request: Request, slot: int, count: int, draft: _Draft) -> None:
+    def _add_row(self, request: Request, slot: int, count: int, draft: Draft) -> None:
         start, end = request.computed, request.computed + count
         sample = end == request.known + request.pending and request.limit > 0
         score = start < request.scores and request.scored < min(end, request.scores)
@@ -294,6 +238,8 @@ class Scheduler:
             request.in_flight -= 1
             if request.finish is None and (event := self._commit_row(request, row, outcome)) is not None:
                 events.append(event)
+        if self._suspects:
+            self._clear_suspects(flight)
         return events
 
     def _commit_row(self, request: Request, row: Row, outcome: RowResult) -> TokenEvent | None:
@@ -348,6 +294,36 @@ class Scheduler:
             self._requeue(request)
         self._retired.clear()
 
+    def fail(self, error: str) -> TokenEvent | None:
+        """Undo every step in flight, because the oldest of them failed; end the request to blame, once it is known.
+
+        Like `rollback`, this expects the runner to have forgotten all slots. Returns the last event of that request.
+        """
+        flight = self._flights[0]
+        for row, request in zip(flight.step.rows, flight.requests, strict=True):
+            request.suspect_until = row.start + row.count
+        self.rollback()
+        culprit = self._suspects.fail([request for request in flight.requests if request.finish is None])
+        if culprit is None:
+            return None
+        self._end(culprit, "error")
+        self._end_trial()
+        return culprit.announce(TokenEvent(request=culprit.id, finish="error", error=error))
+
+    def _clear_suspects(self, flight: Flight) -> None:
+        """Put those back whose step landed this time: the next group is tried without them."""
+        for row, request in zip(flight.step.rows, flight.requests, strict=True):
+            if request.finish is None and row.start + row.count >= request.suspect_until:
+                self._requeue(request)
+                self._suspects.clear(request)
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        """Once there are no suspects left: nobody runs then, and while they were tried requests went out of order."""
+        if not self._suspects:
+            in_order = sorted(self._waiting.values(), key=lambda waiting: (waiting.arrival, waiting.id))
+            self._waiting = OrderedDict((waiting.id, waiting) for waiting in in_order)
+
     # Leaving
 
     def _requeue(self, request: Request) -> None:
@@ -363,6 +339,9 @@ class Scheduler:
             del self._waiting[request.id]
         else:
             self._vacate(request)
+        if self._suspects:
+            self._suspects.clear(request)
+            self._end_trial()
 
     def _vacate(self, request: Request) -> None:
         """Take slot and blocks from a running request. Nothing else gives up either."""
@@ -374,6 +353,3 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.slot, request.blocks = None, []
         request.computed = request.pending = request.published = 0
-
-    def _blocks_for(self, positions: int) -> int:
-        return -(-positions // self._limits.block_size)

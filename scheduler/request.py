@@ -1,11 +1,32 @@
 """The life of one request inside the engine."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
 from octavo.model.step import SamplingParams
-from octavo.scheduler.messages import FinishReason, TokenEvent
+from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one request may take."""
+
+    max_rows: int
+    """Requests that run at a time: the number of slots."""
+    max_tokens: int
+    """Tokens that one step computes."""
+    max_model_len: int
+    """Prompt and output of one request together."""
+    block_size: int
+    """Positions in a block."""
+    reserve: bool = False
+    """Whether a request is admitted only with the blocks of its whole life, and so never preempted."""
+
+    def blocks_for(self, positions: int) -> int:
+        """Blocks that hold so many positions."""
+        return -(-positions // self.block_size)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +74,38 @@ class Request:
     """Prompt tokens found in the cache at the first admission."""
     announced: bool = False
     """Whether the event that follows its admission has been made."""
+    suspect_until: int = 0
+    """After a failed step: the position up to which it must be computed to show that it was not to blame."""
+
+    @classmethod
+    def of(cls, submission: Submission, limits: Limits, eos_ids: frozenset[int], arrival: float) -> Self:
+        """Make the request that a submission asks for."""
+        return cls(
+            id=submission.request,
+            prompt=submission.prompt,
+            params=submission.params,
+            limit=min(submission.max_tokens, limits.max_model_len - len(submission.prompt)),
+            salt=submission.salt,
+            eos_ids=frozenset() if submission.params.ignore_eos else eos_ids,
+            arrival=arrival,
+        )
+
+    def reason_to_refuse(self, max_tokens: int, limits: Limits, total_blocks: int) -> str | None:
+        """Why this request could never be computed; None if it could. max_tokens: as the client asked."""
+        prompt, context = len(self.prompt), limits.max_model_len
+        if prompt == 0:
+            return "the prompt is empty: at least one token is needed"
+        if prompt > context:
+            return f"the prompt has {prompt} tokens, but the context holds only {context}: shorten it"
+        if max_tokens > 0 and prompt == context:
+            return f"the prompt has {prompt} tokens and fills the context: no room is left to generate, shorten it"
+        blocks = limits.blocks_for(self.span)
+        if blocks > total_blocks:
+            return (
+                f"{prompt} prompt tokens and up to {self.limit} generated ones need {blocks} KV blocks of "
+                f"{limits.block_size}, but the cache has only {total_blocks}: shorten the prompt or max_tokens"
+            )
+        return None
 
     @property
     def ending_ids(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.scheduler.messages import EngineConfig
-from octavo.scheduler.policy import Limits
+from octavo.scheduler.request import Limits
 
 _MIB = 1 << 20
 _FEW_CORES = 4

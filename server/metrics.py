@@ -277,6 +277,8 @@ class Metrics(Collector):
         yield _gauge("engine_up", "Whether the engine takes requests.", self._engine_up)
         yield _counter("engine_restarts", "Engines started in place of one that was lost.", self.engine_restarts)
         yield _counter("steps", "Steps computed.", self._total("steps_total"))
+        failed = self._total("failed_steps_total")
+        yield _counter("failed_steps", "Steps undone after a fault, to find who is to blame.", failed)
         yield _gauge("last_step_timestamp_seconds", "Unix time of the last step.", self._last_step_timestamp)
         yield _gauge("engine_heartbeat_age_seconds", "Since the last step; 0 without work.", self.heartbeat_age)
         yield _gauge("load_seconds", "Time the engine took to load.", ready.load_seconds if ready else 0)

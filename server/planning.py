@@ -17,7 +17,7 @@ from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.planning import CPU_RUNTIME, EnginePlan, Machine, plan_engine, plan_without_pool, runner_limits
-from octavo.scheduler.policy import Limits
+from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
 MIB = 1 << 20

@@ -131,6 +131,23 @@ def test_blocks_that_held_values_that_are_not_finite_are_as_good_as_new(poisoned
     assert results([after]) == results([before])
 
 
+def test_a_runner_that_broke_within_a_step_computes_the_same_after_a_reset(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = build(checkpoint)[0]
+    expected = Driver(runner, 16, 64).run(mixture())
+
+    def broken(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", broken)
+        with pytest.raises(MemoryError):
+            Driver(runner, 16, 64).run(mixture())
+    runner.reset()
+    assert results(Driver(runner, 16, 64).run(mixture())) == results(expected)
+
+
 def test_a_step_without_rows_only_changes_slots(runner: ModelRunner) -> None:
     admission = Admission(3, (1, 2), 2, (0,), GREEDY)
     assert runner.submit(Step((), (admission,), (Growth(3, (1,)),), ())).wait().rows == ()

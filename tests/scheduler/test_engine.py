@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from support.fake_device import PendingStep, ScriptedRunner
@@ -6,7 +6,7 @@ from support.scheduling import BLOCK_SIZE, VOCABULARY, make_scheduler, next_toke
 
 from octavo.model.step import SamplingParams, Step, StepResult
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.messages import Abort, EngineConfig, Shutdown, StepReport, ToEngine
+from octavo.scheduler.messages import Abort, EngineConfig, FinishReason, Shutdown, StepReport, ToEngine
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -152,14 +152,111 @@ def test_a_second_configuration_is_an_error() -> None:
         engine.run()
 
 
-def test_an_error_of_the_runner_ends_the_engine() -> None:
-    def fail(tokens: Sequence[int]) -> int:
-        raise RuntimeError("the device is gone")
+class FailingRunner(LoggingRunner):
+    """Fails to compute a certain token: when the step is queued (then only of prompts), or late."""
+
+    def __init__(self, poison: int, *, late: bool) -> None:
+        super().__init__()
+        self.poison = poison
+        self.late = late
+        self.prompts: dict[int, Sequence[int]] = {}
+
+    def submit(self, step: Step) -> PendingStep:
+        pending = super().submit(step)
+        self.prompts |= {admission.slot: admission.tokens[: admission.prompt_length] for admission in step.admitted}
+        if not self.late:
+            self._fail(step, self.prompts)
+        return pending
+
+    def compute(self, step: Step) -> StepResult:
+        if self.late:
+            admitted = {admission.slot: admission.tokens for admission in step.admitted}
+            self._fail(step, {number: slot.tokens for number, slot in self.slots.items()} | admitted)
+        return super().compute(step)
+
+    def _fail(self, step: Step, tokens: Mapping[int, Sequence[int]]) -> None:
+        if any(self.poison in tokens[row.slot][row.start : row.start + row.count] for row in step.rows):
+            self.broken = True
+            raise RuntimeError("the device is on fire")
+
+
+def answers(channel: ListChannel) -> dict[int, tuple[list[int], FinishReason | None]]:
+    """Tokens and end of every request."""
+    found: dict[int, tuple[list[int], FinishReason | None]] = {}
+    for event in (event for report in channel.reports for event in report.events):
+        tokens, finish = found.get(event.request, ([], None))
+        assert finish is None
+        found[event.request] = ([*tokens, *([] if event.token is None else [event.token])], event.finish)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("poisoned", [0, 2, 5])
+def test_a_request_that_breaks_the_runner_ends_alone(poisoned: int, lookahead: int, late: bool) -> None:
+    submissions = [submission(number, [1, 2, 3, 12 + number], max_tokens=6, params=PLAIN) for number in range(6)]
+    undisturbed = ListChannel(submissions)
+    Engine(make_scheduler(), LoggingRunner(), undisturbed, lookahead).run()
+    assert all(12 + poisoned not in tokens for tokens, _ in answers(undisturbed).values())
+    channel = ListChannel(submissions)
+    runner = FailingRunner(12 + poisoned, late=late)
+    Engine(make_scheduler(), runner, channel, lookahead).run()
+    expected = answers(undisturbed) | {poisoned: ([], "error")}
+    assert answers(channel) == expected
+    assert all("fire" not in (event.error or "") for report in channel.reports for event in report.events)
+    assert 2 <= channel.reports[-1].stats.failed_steps_total <= 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_request_that_breaks_the_runner_late_keeps_the_tokens_it_had(lookahead: int) -> None:
+    submissions = [submission(number, [1, 2, 3, 4 + number], max_tokens=6, params=PLAIN) for number in range(3)]
+    undisturbed = ListChannel(submissions)
+    Engine(make_scheduler(), LoggingRunner(), undisturbed, lookahead).run()
+    tokens = answers(undisturbed)[1][0]
+    poison = next(token for token in tokens[2:] if all(token not in answers(undisturbed)[other][0] for other in (0, 2)))
+    channel = ListChannel(submissions)
+    Engine(make_scheduler(), FailingRunner(poison, late=True), channel, lookahead).run()
+    kept = tokens[: tokens.index(poison) + 1]
+    assert answers(channel) == answers(undisturbed) | {1: (kept, "error")}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_fault_that_does_not_come_again_ends_nobody(lookahead: int) -> None:
+    class BreaksOnce(LoggingRunner):
+        def submit(self, step: Step) -> PendingStep:
+            pending = super().submit(step)
+            if len(self.steps) == 4:
+                self.broken = True
+                raise MemoryError
+            return pending
+
+    submissions = [submission(number, [1, 2, 3, 4 + number], max_tokens=6, params=PLAIN) for number in range(6)]
+    undisturbed = ListChannel(submissions)
+    Engine(make_scheduler(), LoggingRunner(), undisturbed, lookahead).run()
+    channel = ListChannel(submissions)
+    Engine(make_scheduler(), BreaksOnce(), channel, lookahead).run()
+    assert answers(channel) == answers(undisturbed)
+    assert channel.reports[-1].stats.failed_steps_total == 1
+
+
+def test_requests_that_arrive_or_leave_while_suspects_are_tried_are_served() -> None:
+    first = [submission(number, [1, 2, 3, 4 + number], max_tokens=6, params=PLAIN) for number in range(4)]
+    newcomer = submission(9, [1, 2, 3], max_tokens=2, params=PLAIN)
+    undisturbed = ListChannel([*first, newcomer])
+    Engine(make_scheduler(), LoggingRunner(), undisturbed).run()
+    channel = ListChannel(first, [newcomer, Abort(request=0)], [], [])
+    Engine(make_scheduler(), FailingRunner(4 + 2, late=False), channel).run()
+    assert answers(channel) == answers(undisturbed) | {0: ([], "abort"), 2: ([], "error")}
+
+
+def test_a_runner_that_cannot_be_reset_ends_the_engine() -> None:
+    class Gone(FailingRunner):
+        def reset(self) -> None:
+            raise RuntimeError("the device is gone")
 
     channel = ListChannel([submission(0, [1, 2, 3])])
-    engine = Engine(make_scheduler(), ScriptedRunner(fail, VOCABULARY, BLOCK_SIZE), channel)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        engine.run()
+        Engine(make_scheduler(), Gone(3, late=False), channel).run()
     assert channel.reports == []
 
 

@@ -7,8 +7,8 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import RowResult, SamplingParams, Step, StepResult
 from octavo.scheduler.messages import FinishReason, TokenEvent
-from octavo.scheduler.policy import Limits, Scheduler
-from octavo.scheduler.request import Request
+from octavo.scheduler.policy import Scheduler
+from octavo.scheduler.request import Limits, Request
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -80,7 +80,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def fail(self) -> None:
-        self.driver.fail()
+        if self.driver.flights and not self.driver.scheduler._suspects:
+            self.driver.fail_for_no_reason()
+        else:
+            self.driver.fail()
 
     @invariant()
     def the_books_are_in_order(self) -> None:

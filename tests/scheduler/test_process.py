@@ -129,14 +129,19 @@ def test_errors_of_loading_carry_their_exit_code() -> None:
     assert engine.finish() == 65
 
 
-def test_a_fault_while_running_ends_the_engine_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_breaks_the_device_ends_with_an_error_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine()
     engine.peer.send(CONFIG)
     engine.peer.receive()
     engine.peer.send(submission(1, prompt=(CRASH,)))
-    fatal = engine.peer.receive()
-    assert fatal == Fatal(message="internal error: RuntimeError: the device is on fire", exit_code=70)
-    assert engine.finish() == 70
+    [event] = engine.peer.events_until_finished(1)
+    assert (event.finish, event.error) == ("error", "the model cannot compute this request: RuntimeError")
+    engine.peer.send(submission(2))
+    assert engine.peer.events_until_finished(2)[-1].finish == "length"
+    engine.peer.send(Shutdown())
+    assert engine.finish() == 0
     assert "Traceback" in caplog.text
 
 

@@ -10,8 +10,9 @@ from support.simulation import Parts, simulate
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Row, RowResult, Step, StepResult, TokenLogprobs
+from octavo.scheduler.draft import Draft
 from octavo.scheduler.messages import TokenEvent
-from octavo.scheduler.policy import Scheduler, _Draft
+from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.request import Request
 
 
@@ -49,7 +50,7 @@ class NamesTheNextBlock(BlockPool):
 class PublishesTooEarly(Scheduler):
     """A block gets its name one step before the step that fills it."""
 
-    def _add_row(self, request: Request, slot: int, count: int, draft: _Draft) -> None:
+    def _add_row(self, request: Request, slot: int, count: int, draft: Draft) -> None:
         known_blocks = min(len(request.prompt), len(request.blocks) * self._limits.block_size)
         self._reuse.publish(request, known_blocks)
         super()._add_row(request, slot, count, draft)
@@ -66,7 +67,7 @@ class HidesRetirements(Scheduler):
 class FreesWhatItStillUses(Scheduler):
     """Blocks go back before the last row that reads them is scheduled."""
 
-    def _add_row(self, request: Request, slot: int, count: int, draft: _Draft) -> None:
+    def _add_row(self, request: Request, slot: int, count: int, draft: Draft) -> None:
         super()._add_row(request, slot, count, draft)
         if len(request.output) + request.pending == request.limit - 1:
             blocks, request.blocks = request.blocks, []
@@ -74,13 +75,13 @@ class FreesWhatItStillUses(Scheduler):
 
 
 class PreemptsUnderARunningStep(Scheduler):
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, draft: Draft) -> bool:
         next(reversed(self._running.values())).in_flight = 0
         return super()._make_room(request, draft)
 
 
 class PreemptsTheOldest(Scheduler):
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, draft: Draft) -> bool:
         self._running = dict(reversed(self._running.items()))
         try:
             return super()._make_room(request, draft)
@@ -108,6 +109,27 @@ class DeliversAfterTheEnd(Scheduler):
         for request in self._flights[0].requests:
             request.finish = None
         return super().commit(step, result)
+
+
+class KeepsWhatAFailedStepPromised(Scheduler):
+    """Blocks that a failed step was to fill can still be found."""
+
+    def rollback(self) -> None:
+        for flight in self._flights:
+            object.__setattr__(flight, "published", ())
+        super().rollback()
+
+
+class BlamesTheFirst(Scheduler):
+    """Whoever comes first in a step that failed is ended."""
+
+    def fail(self, error: str) -> TokenEvent | None:
+        first = self._flights[0].requests[0]
+        event = super().fail(error)
+        if event is None and first.finish is None:
+            self._end(first, "error")
+            event = first.announce(TokenEvent(request=first.id, finish="error", error=error))
+        return event
 
 
 class ScoresTwice(Scheduler):
@@ -152,6 +174,8 @@ MUTATIONS = [
     Parts(scheduler=PreemptsTheOldest),
     Parts(scheduler=TrustsSlotNumbers),
     Parts(scheduler=DeliversAfterTheEnd),
+    Parts(scheduler=KeepsWhatAFailedStepPromised),
+    Parts(scheduler=BlamesTheFirst),
     Parts(scheduler=ScoresTwice),
     Parts(scheduler=ForgetsWhatItScored),
     Parts(scheduler=LosesOutputAtPreemption),

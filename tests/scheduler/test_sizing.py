@@ -4,7 +4,7 @@ import pytest
 
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.scheduler.messages import EngineConfig
-from octavo.scheduler.policy import Limits
+from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import (
     ConfigurationError,
     available_memory,

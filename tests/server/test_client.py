@@ -166,11 +166,16 @@ async def test_events_that_arrived_before_the_end_are_not_lost() -> None:
 
 
 @run
-async def test_a_fault_of_the_device_is_reported_in_one_line() -> None:
+async def test_a_fault_of_the_device_ends_the_request_to_blame_and_no_other() -> None:
     async with engine() as client:
-        with pytest.raises(EngineError, match=r"^internal error: RuntimeError: the device is on fire$") as raised:
-            await collect(client.submit([CRASH], PARAMS, 1))
-        assert raised.value.exit_code == 70
+        others = [client.submit([4] * length, PARAMS, 20) for length in range(1, 8)]
+        [event] = await collect(client.submit([CRASH], PARAMS, 1))
+        assert (event.finish, event.error) == ("error", "the model cannot compute this request: RuntimeError")
+        results = await asyncio.gather(*map(collect, others))
+        assert [tokens(events) for events in results] == [
+            [scripted_token(length + n) for n in range(20)] for length in range(1, 8)
+        ]
+        assert client.alive
 
 
 @run

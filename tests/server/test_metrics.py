@@ -20,7 +20,7 @@ NAMES = """
     requests_running requests_waiting request_started_total request_success_total requests_resumed_total
     admission_rejections_total http_responses_total prompt_tokens_total prompt_tokens_cached_total
     generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total preemptions_total
-    computed_tokens_total engine_up engine_restarts_total steps_total last_step_timestamp_seconds
+    computed_tokens_total engine_up engine_restarts_total steps_total failed_steps_total last_step_timestamp_seconds
     engine_heartbeat_age_seconds load_seconds batch_invariant build_info kv_blocks kv_cache_usage_ratio
     kv_bytes_per_token queued_tokens memory_bytes memory_budget_bytes
 """

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from octavo.model.step import Admission, Row, RowResult, SamplingParams, Step, StepResult, TokenLogprobs
 
 
-class CorruptionError(Exception):
-    """A step contradicts what the device knows or holds."""
+class CorruptionError(BaseException):
+    """A step contradicts what the device knows or holds. No Exception, lest an engine recover and hide it."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -70,6 +70,8 @@ class ScriptedRunner:
         """By block and offset: digest of the tokens up to there."""
         self.computed = 0
         """Positions computed so far, in all steps."""
+        self.broken = False
+        """Whether a step has failed since the last reset."""
         self._queue: deque[Step] = deque()
 
     def submit(self, step: Step) -> "PendingStep":
@@ -77,6 +79,14 @@ class ScriptedRunner:
         return PendingStep(self, step)
 
     def execute(self, step: Step) -> StepResult:
+        if self.broken:
+            raise RuntimeError("an earlier step broke the device: it computes nothing until it is reset")
+        self.broken = True
+        result = self.compute(step)
+        self.broken = False
+        return result
+
+    def compute(self, step: Step) -> StepResult:
         require(bool(self._queue) and self._queue.popleft() is step, "steps must be awaited in the order submitted")
         self._apply(step)
         ordered = sorted(step.rows, key=lambda row: row.count > 1)
@@ -86,7 +96,8 @@ class ScriptedRunner:
         return StepResult(tuple(self._attend(row) for row in step.rows))
 
     def reset(self) -> None:
-        """Forget all slots and steps, as a runner does that failed."""
+        """Forget all slots and steps."""
+        self.broken = False
         self._queue.clear()
         self.slots.clear()
 

@@ -11,7 +11,8 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import SamplingParams, Step, TokenLogprobs
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
-from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.policy import Scheduler
+from octavo.scheduler.request import Limits
 
 VOCABULARY = 61
 EOS = 0
@@ -19,9 +20,16 @@ BLOCK_SIZE = 4
 POISON = 60
 """A request whose prompt begins with this token fails once it has as many tokens as the number that follows."""
 
+FAULT = 59
+"""The same, but then the whole step fails."""
+
+
+class DeviceError(Exception):
+    """A step that cannot be computed."""
+
 
 def next_token(tokens: Sequence[int]) -> int | None:
-    if tokens[0] == POISON and len(tokens) > 1 and len(tokens) > tokens[1]:
+    if tokens[0] in (POISON, FAULT) and len(tokens) > 1 and len(tokens) > tokens[1]:
         return None
     return blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCABULARY
 
@@ -54,6 +62,13 @@ def make_scheduler(
         eos_ids=[EOS],
         clock=clock,
     )
+
+
+def next_token_or_fault(tokens: Sequence[int]) -> int | None:
+    token = next_token(tokens)
+    if token is None and tokens[0] == FAULT:
+        raise DeviceError
+    return token
 
 
 class Expected:
@@ -172,6 +187,14 @@ class Driver:
         self.scheduler.rollback()
         check(self.scheduler)
 
+    def fail_for_no_reason(self) -> None:
+        """A step fails, and none of its requests is to blame."""
+        assert not self.scheduler._suspects
+        assert self.scheduler.fail("the device broke") is None
+        self.flights.clear()
+        self.runner.reset()
+        check(self.scheduler)
+
     def turn(self) -> Step | None:
         step = self.launch()
         while self.flights:
@@ -203,7 +226,11 @@ def check(scheduler: Scheduler) -> None:
     slots = [request.slot for request in scheduler._running.values()]
     assert sorted([*slots, *scheduler._slots]) == list(range(scheduler._limits.max_rows))
     requests = [*scheduler._running.values(), *scheduler._waiting.values()]
-    assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
+    if scheduler._suspects:
+        assert set(scheduler._running.values()) <= set(scheduler._suspects.group)
+        assert {suspect for group in scheduler._suspects._groups for suspect in group} <= set(requests)
+    else:
+        assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
     assert all(request.finish is None for request in requests)
     for request in scheduler._waiting.values():
         assert (request.slot, request.blocks, request.in_flight, request.pending) == (None, [], 0, 0)

@@ -21,8 +21,9 @@ from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import RowResult, Step, StepResult
 from octavo.scheduler.channel import Channel
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
-from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.process import prepare_process, serve
+from octavo.scheduler.request import Limits
 
 VOCABULARY = 1000
 END = 2
@@ -68,6 +69,9 @@ class PositionRunner:
                 )
             )
         )
+
+    def reset(self) -> None:
+        pass
 
 
 def ready(config: EngineConfig, blocks: int) -> Ready:

@@ -4,15 +4,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from support.fake_device import PendingStep, ScriptedRunner
-from support.scheduling import BLOCK_SIZE, EOS, POISON, VOCABULARY, Transcript, check, next_token
+from support.fake_device import CorruptionError, PendingStep, ScriptedRunner
+from support.scheduling import (
+    BLOCK_SIZE,
+    EOS,
+    FAULT,
+    POISON,
+    VOCABULARY,
+    DeviceError,
+    Transcript,
+    check,
+    next_token_or_fault,
+)
 
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
-from octavo.model.step import SamplingParams, Step
+from octavo.model.step import SamplingParams, Step, StepResult
 from octavo.scheduler.engine import Engine
 from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine
-from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.policy import Scheduler
+from octavo.scheduler.request import Limits
 
 CONTEXT = 44
 MAX_TURNS = 3_000
@@ -45,20 +56,22 @@ class Script:
         self.tokens = random.choice([3, 5, 8, 32])
         self.blocks = random.randrange(-(-CONTEXT // BLOCK_SIZE), 24)
         self.caching = random.random() < 0.9
-        shared = [random.randrange(1, POISON) for _ in range(24)]
+        shared = [random.randrange(1, FAULT) for _ in range(24)]
         self.submissions = [self._submission(random, number, shared) for number in range(random.randrange(4, 20))]
         self.arrivals = [(random.randrange(12), message) for message in self.submissions]
         aborts = [request.request for request in self.submissions if random.random() < 0.25]
+        self.failing = random.sample(range(-40, 40), random.choice([0, 0, 4]))
+        """Faults that no request causes: n fails the n-th step when it is queued, -n when it is awaited then."""
         self.aborts = [(random.randrange(1, 40), Abort(request=request)) for request in aborts]
 
     def _submission(self, random: Random, number: int, shared: Sequence[int]) -> Submission:
         if random.random() < 0.3:  # exact multiples of a block, often equal to each other
             prompt = list(shared[: random.randrange(1, 7) * BLOCK_SIZE])
         else:
-            own = [random.randrange(1, POISON) for _ in range(random.randrange(1, 6))]
+            own = [random.randrange(1, FAULT) for _ in range(random.randrange(1, 6))]
             prompt = [*shared[: random.randrange(24)], *own]
         if random.random() < 0.05:
-            prompt[:2] = [POISON, len(prompt) + random.randrange(1, 5)]
+            prompt[:2] = [random.choice([POISON, FAULT]), len(prompt) + random.randrange(1, 5)]
         params = SamplingParams(
             temperature=0.0,
             stop_token_ids=tuple(random.sample(range(VOCABULARY), random.choice([0, 0, 3]))),
@@ -100,11 +113,18 @@ class ScriptedChannel:
                 return [Shutdown()]
 
     def send(self, message: StepReport) -> None:
-        assert message.events or message.stats.step_rows
+        failed = message.stats.failed_steps_total > self.stats.failed_steps_total
+        assert message.events or message.stats.step_rows or failed
         for event in message.events:
             self.transcripts[event.request].events.append(event)
         before, self.stats = self.stats, message.stats
-        for total in ("steps_total", "preemptions_total", "prefix_queries_total", "prefix_hits_total"):
+        for total in (
+            "steps_total",
+            "failed_steps_total",
+            "preemptions_total",
+            "prefix_queries_total",
+            "prefix_hits_total",
+        ):
             assert getattr(before, total) <= getattr(message.stats, total)
 
 
@@ -112,18 +132,37 @@ class CheckingRunner(ScriptedRunner):
     """Also checks the limits of each step and, whenever something moves, the books of the scheduler."""
 
     def __init__(self, scheduler: Scheduler, script: Script) -> None:
-        super().__init__(next_token, VOCABULARY, BLOCK_SIZE)
+        super().__init__(next_token_or_fault, VOCABULARY, BLOCK_SIZE)
         self.scheduler = scheduler
         self.script = script
         self.steps: list[Step] = []
+        self.failing = set(script.failing)
 
     def submit(self, step: Step) -> PendingStep:
+        try:
+            self._check(step)
+        except AssertionError as error:
+            raise CorruptionError from error
+        self.steps.append(step)
+        self._fail_once(len(self.steps))
+        return super().submit(step)
+
+    def _check(self, step: Step) -> None:
         assert 1 <= step.tokens <= self.script.tokens
         assert 1 <= len(step.rows) <= self.script.rows
         assert len({row.slot for row in step.rows}) == len(step.rows)
         check(self.scheduler)
-        self.steps.append(step)
-        return super().submit(step)
+
+    def compute(self, step: Step) -> StepResult:
+        self._fail_once(-len(self.steps))
+        return super().compute(step)
+
+    def _fail_once(self, moment: int) -> None:
+        """Not while suspects are tried: a fault that nobody caused would be blamed on whoever is tried then."""
+        if moment in self.failing and not self.scheduler._suspects:
+            self.failing.remove(moment)
+            self.broken = True
+            raise DeviceError
 
 
 def simulate(seed: int, lookahead: int, parts: Parts | None = None) -> Outcome:

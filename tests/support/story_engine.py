@@ -20,8 +20,9 @@ from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Step
 from octavo.scheduler.channel import Channel
 from octavo.scheduler.messages import EngineConfig, Ready
-from octavo.scheduler.policy import Limits, Scheduler
+from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.process import prepare_process, serve
+from octavo.scheduler.request import Limits
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.fake_device import PendingStep, ScriptedRunner
