@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from octavo.model.step import TokenLogprobs
 from octavo.server.choice import Choice, Delta, Token, interleave
-from octavo.server.logprobs import chat_logprobs, completion_logprobs
+from octavo.server.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from octavo.server.prepare import Prepared
+from octavo.server.protocol import SamplingFields
 from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
 
@@ -40,6 +42,30 @@ class Head:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a client wants to see beside the text."""
+
+    tokenizer: Tokenizer
+    names: TokenNames
+    logprobs: int | None
+    """Alternatives beside each token; None: no log-probabilities."""
+    prompt_logprobs: int | None
+    token_ids: bool
+
+    @classmethod
+    def of(cls, request: SamplingFields, tokenizer: Tokenizer, logprobs: int | None) -> "Shown":
+        """Read it from a request; `logprobs` is spelled differently by the two endpoints."""
+        names = TokenNames(tokenizer, by_number=request.return_tokens_as_token_ids is True)
+        return cls(tokenizer, names, logprobs, request.prompt_logprobs, request.return_token_ids is True)
+
+    def of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """The log-probabilities of a prompt, where they are wanted."""
+        if self.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.tokenizer, choice.prompt_logprobs, self.prompt_logprobs)}
+
+
 class Writer(Protocol):
     """How one endpoint spells choices."""
 
@@ -57,6 +83,10 @@ class Writer(Protocol):
 
     def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """A whole choice from all its deltas in one."""
+        ...
+
+    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """What stands beside the choices of a response or of a stream's first chunk."""
         ...
 
 
@@ -79,9 +109,10 @@ class Echo:
         offsets = [0] * hidden + [offset for piece in pieces for offset in piece.offsets]
         return cls("".join(piece.text for piece in pieces), ids, offsets)
 
-    def tokens(self, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
+    def tokens(self, logprobs: Sequence[TokenLogprobs], alternatives: int) -> list[Token]:
         """The prompt's tokens; all but the first have log-probabilities, if any were computed."""
-        entries = (None, *logprobs) if logprobs else (None,) * len(self.ids)
+        cut = [replace(entry, top=entry.top[:alternatives]) for entry in logprobs]
+        entries = (None, *cut) if cut else (None,) * len(self.ids)
         return [Token(*parts) for parts in zip(self.ids, self.offsets, entries, strict=True)]
 
 
@@ -90,11 +121,12 @@ class CompletionWriter:
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, seeds: Sequence[int], *, logprobs: bool) -> None:
+    def __init__(self, head: Head, prepared: Prepared, shown: Shown) -> None:
         self.head = head
-        self._tokenizer = tokenizer
-        self._seeds = seeds
-        self._logprobs = logprobs
+        self._prepared = prepared
+        self._shown = shown
+        self._untold = set(range(len(prepared.seeds)))
+        """Choices whose prompt has not been sent."""
         self._echoes: dict[int, Echo] = {}
         self._shift: dict[int, int] = {}
         """Characters of the prompt before what a choice generates."""
@@ -118,14 +150,31 @@ class CompletionWriter:
         text, tokens = delta.text, [replace(token, offset=token.offset + shift) for token in delta.tokens]
         echo = self._echoes.pop(choice.index, None)
         if echo is not None:
-            text, tokens = echo.text + text, [*echo.tokens(choice.prompt_logprobs), *tokens]
+            text = echo.text + text
+            tokens = [*echo.tokens(choice.prompt_logprobs, self._shown.logprobs or 0), *tokens]
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": completion_logprobs(self._tokenizer, tokens) if self._logprobs else None,
+            "logprobs": completion_logprobs(self._shown.names, tokens) if self._shown.logprobs is not None else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            "seed": self._seeds[choice.index],
+            "seed": self._prepared.seeds[choice.index],
+            **self._shown.of_prompt(choice),
+            **self._token_ids(choice.index, delta),
+        }
+
+    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:  # noqa: ARG002
+        """Nothing: each choice may have a prompt of its own."""
+        return {}
+
+    def _token_ids(self, index: int, delta: Delta) -> dict[str, Any]:
+        if not self._shown.token_ids:
+            return {}
+        first = index in self._untold
+        self._untold.discard(index)
+        return {
+            "token_ids": delta.ids,
+            "prompt_token_ids": self._prepared.prompts[index // self._prepared.choices] if first else None,
         }
 
 
@@ -135,11 +184,10 @@ class ChatWriter:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, seeds: Sequence[int], *, logprobs: bool) -> None:
+    def __init__(self, head: Head, prepared: Prepared, shown: Shown) -> None:
         self.head = head
-        self._tokenizer = tokenizer
-        self._seeds = seeds
-        self._logprobs = logprobs
+        self._prepared = prepared
+        self._shown = shown
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         """The role, once."""
@@ -149,12 +197,14 @@ class ChatWriter:
     def pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """Content first, then an empty delta with the finish reason."""
         chunks: list[dict[str, Any]] = []
-        if delta.text or (delta.tokens and self._logprobs):
+        if delta.text or (delta.tokens and self._shown.logprobs is not None):
             content = {"content": delta.text}
             logprobs = self._entries(delta)
             chunks.append({"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": None})
         if delta.finish_reason is not None:
             chunks.append({"index": choice.index, "delta": {}, "logprobs": None, **self._ending(choice, delta)})
+        if self._shown.token_ids and chunks:
+            chunks[0]["token_ids"] = delta.ids
         return chunks
 
     def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
@@ -165,19 +215,25 @@ class ChatWriter:
             "message": message,
             "logprobs": self._entries(delta),
             **self._ending(choice, delta),
+            **({"token_ids": delta.ids} if self._shown.token_ids else {}),
         }
+
+    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The prompt, which all choices share."""
+        ids = {"prompt_token_ids": self._prepared.prompts[0]} if self._shown.token_ids else {}
+        return ids | self._shown.of_prompt(choices[0])
 
     def _ending(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            "seed": self._seeds[choice.index],
+            "seed": self._prepared.seeds[choice.index],
         }
 
     def _entries(self, delta: Delta) -> dict[str, Any] | None:
-        if not self._logprobs:
+        if self._shown.logprobs is None:
             return None
-        return chat_logprobs(self._tokenizer, (token.logprobs for token in delta.tokens if token.logprobs))
+        return chat_logprobs(self._shown.names, (token.logprobs for token in delta.tokens if token.logprobs))
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
@@ -200,13 +256,14 @@ async def whole(writer: Writer, prompts: Sequence[Sequence[int]], choices: Seque
         async for choice, delta in deltas:
             parts[choice.index].append(delta)
     results = [writer.result(choice, _joined(parts[choice.index])) for choice in choices]
-    return {**writer.head.wrap(writer.kind, results), "usage": usage(prompts, choices)}
+    return {**writer.head.wrap(writer.kind, results), **writer.around(choices), "usage": usage(prompts, choices)}
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     tokens = tuple(token for delta in deltas for token in delta.tokens)
-    return Delta(text, tokens, deltas[-1].finish_reason, deltas[-1].stop_reason)
+    ids = tuple(token for delta in deltas for token in delta.ids)
+    return Delta(text, tokens, ids, deltas[-1].finish_reason, deltas[-1].stop_reason)
 
 
 async def chunks(
@@ -214,9 +271,11 @@ async def chunks(
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yield the chunks of a stream as its choices grow, then the usage if it was asked for."""
     tail: dict[str, Any] = {"usage": None} if include_usage else {}
+    first = writer.around(choices)
     for choice in choices:
         for piece in writer.opening(choice):
-            yield writer.head.wrap(writer.chunk_kind, [piece]) | tail
+            yield writer.head.wrap(writer.chunk_kind, [piece]) | tail | first
+            first = {}
     async with aclosing(interleave(choices)) as deltas:
         async for choice, delta in deltas:
             for piece in writer.pieces(choice, delta):

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.model.config import ModelConfig
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
-from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Writer, chunks, whole
+from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Shown, Writer, chunks, whole
 from octavo.server.body import JSONBody, read
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
@@ -28,7 +28,7 @@ from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
 from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import document
-from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
+from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
 from octavo.server.stream import ClientGoneError, EventStream, while_connected
 from octavo.server.template import ChatTemplate
@@ -53,6 +53,7 @@ class Service:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
+    options: GenerationOptions = field(default_factory=GenerationOptions)
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -158,13 +159,12 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
         service.check_model(body.model)
         service.admit(len(body.prompt) * (body.n or 1))  # and again below: this spares a full server the work
-        prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
+        prepared = await prepare_completion(body, service.tokenizer, service.client.ready, service.options)
         head = Head(body.model, service.fingerprint, "cmpl")
-        seeds = _seeds(prepared)
-        writer = CompletionWriter(head, service.tokenizer, seeds, logprobs=body.logprobs is not None)
+        writer = CompletionWriter(head, prepared, Shown.of(body, service.tokenizer, body.logprobs))
         if body.echo:
             echoes = [Echo.of(service.tokenizer, *pair) for pair in zip(prepared.prompts, body.prompt, strict=True)]
-            for index in range(len(seeds)):
+            for index in range(len(prepared.seeds)):
                 writer.echo(index, echoes[index // prepared.choices])
         return await _answer(service, request, body, prepared, writer)
 
@@ -173,14 +173,11 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
         service.admit(body.n or 1)
-        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
+        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready, service.options)
         head = Head(body.model, service.fingerprint, "chatcmpl")
-        writer = ChatWriter(head, service.tokenizer, _seeds(prepared), logprobs=bool(body.logprobs))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        writer = ChatWriter(head, prepared, Shown.of(body, service.tokenizer, logprobs))
         return await _answer(service, request, body, prepared, writer)
-
-
-def _seeds(prepared: Prepared) -> list[int]:
-    return [params.seed for _ in prepared.prompts for params in prepared.params]
 
 
 async def _answer(

@@ -34,6 +34,8 @@ class Delta:
 
     text: str = ""
     tokens: tuple[Token, ...] = ()
+    ids: tuple[int, ...] = ()
+    """All tokens generated since the last delta, those without a text among them."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the choice; None for an EOS or a limit."""
@@ -55,6 +57,8 @@ class Choice:
         """Tokens whose text is not yet released."""
         self._complete: list[Token] = []
         """Tokens whose text is, to be delivered with the next delta."""
+        self._ids: list[int] = []
+        """Generated since the last delta."""
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield what the choice gains, the last delta with its finish reason. Raises APIError if it cannot go on."""
@@ -94,6 +98,8 @@ class Choice:
     def _feed(self, event: TokenEvent) -> TextDelta:
         """Take one token; the one that ended the choice has no text, unless a shown stop id."""
         self.generated += 1
+        if event.token is not None:
+            self._ids.append(event.token)
         if event.token is None or (event.finish == "stop" and not (event.stop_id is not None and self._show_stop_ids)):
             return TextDelta()
         self._unfinished.append(event)
@@ -109,8 +115,9 @@ class Choice:
 
     def _delta(self, text: str, finish: str | None = None, stop: str | int | None = None) -> Delta:
         """Tokens whose text was complete earlier but empty come with the next text."""
-        tokens, self._complete = tuple(self._complete), []
-        return Delta(text, tokens, finish, stop)
+        delta = Delta(text, tuple(self._complete), tuple(self._ids), finish, stop)
+        self._complete, self._ids = [], []
+        return delta
 
     def _failure(self, event: TokenEvent) -> APIError:
         if event.finish == "abort":

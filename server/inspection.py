@@ -14,7 +14,8 @@ from octavo.server import __version__, protocol
 from octavo.server.body import JSONBody, read
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
-from octavo.server.prepare import Prepared, check_ids, prepare_chat, prepare_completion, render
+from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
+from octavo.server.prompts import check_ids, render
 from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -87,14 +88,14 @@ def _add_render_routes(app: FastAPI, service: "Service") -> None:
     async def render_completion(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
         service.check_model(body.model)
-        prepared = await prepare_completion(body, service.tokenizer, service.client.ready)
+        prepared = await prepare_completion(body, service.tokenizer, service.client.ready, service.options)
         return JSONBody(_rendered(body, prepared, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
-        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready)
+        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready, service.options)
         return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
 
 

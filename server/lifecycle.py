@@ -22,6 +22,8 @@ from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
 from octavo.server.metrics import Metrics
+from octavo.server.prepare import GenerationOptions
+from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.settings import ServerSettings, Settings
 from octavo.server.template import load_template
 from octavo.server.tokenizer import load_tokenizer
@@ -234,6 +236,9 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,
         max_queued_tokens=server.max_queued_tokens,
+        options=GenerationOptions(
+            server.max_tokens_policy, choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
+        ),
     )
 
 

@@ -11,27 +11,65 @@ UNLIKELY = -9999.0
 """OpenAI's spelling of minus infinity, which JSON has not."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+class TokenNames:
+    """What tokens are called in log-probabilities: by their text, or by their number where a client asks for that."""
+
+    def __init__(self, tokenizer: Tokenizer, *, by_number: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._by_number = by_number
+
+    def name(self, token: int) -> str:
+        """A token's text, or `token_id:` and its number."""
+        return f"token_id:{token}" if self._by_number else self._tokenizer.token_text(token)
+
+    def data(self, token: int) -> list[int]:
+        """The bytes of its text."""
+        return list(self._tokenizer.token_bytes(token))
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], alternatives: int) -> list[Any]:
+    """vLLM's `prompt_logprobs`: null for the first token, then the token and the likeliest ones by id.
+
+    The rank of a token that is not among the likeliest is not known, and null.
+    """
+    return [None, *(_ranked(tokenizer, entry, alternatives) for entry in entries)]
+
+
+def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs, alternatives: int) -> dict[str, Any]:
+    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top, 1)}
+    shown = {entry.token: ranks.get(entry.token, (None, entry.logprob))}
+    shown |= {token: ranks[token] for token, _ in entry.top[:alternatives]}
+    return {
+        str(token): {
+            "logprob": max(logprob, UNLIKELY),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token),
+        }
+        for token, (rank, logprob) in shown.items()
+    }
+
+
+def chat_logprobs(names: TokenNames, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
     """The `logprobs` object of a chat choice."""
     content = [
         {
-            **_chat_entry(tokenizer, entry.token, entry.logprob),
-            "top_logprobs": [_chat_entry(tokenizer, token, logprob) for token, logprob in entry.top],
+            **_chat_entry(names, entry.token, entry.logprob),
+            "top_logprobs": [_chat_entry(names, token, logprob) for token, logprob in entry.top],
         }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _chat_entry(names: TokenNames, token: int, logprob: float) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token),
+        "token": names.name(token),
         "logprob": max(logprob, UNLIKELY),
-        "bytes": list(tokenizer.token_bytes(token)),
+        "bytes": names.data(token),
     }
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> dict[str, Any]:
+def completion_logprobs(names: TokenNames, tokens: Iterable[Token]) -> dict[str, Any]:
     """The `logprobs` object of a completions choice: four parallel lists.
 
     A token without log-probabilities (the first of an echoed prompt) has nulls.
@@ -39,16 +77,16 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> dict[s
     result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         entry = token.logprobs
-        result["tokens"].append(tokenizer.token_text(token.id))
+        result["tokens"].append(names.name(token.id))
         result["text_offset"].append(token.offset)
         result["token_logprobs"].append(None if entry is None else max(entry.logprob, UNLIKELY))
-        result["top_logprobs"].append(None if entry is None else _likeliest(tokenizer, entry))
+        result["top_logprobs"].append(None if entry is None else _likeliest(names, entry))
     return result
 
 
-def _likeliest(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _likeliest(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
     """The sampled token is always there; of two tokens with the same text the likelier is kept."""
     top: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-        top.setdefault(tokenizer.token_text(token), max(logprob, UNLIKELY))
+        top.setdefault(names.name(token), max(logprob, UNLIKELY))
     return top

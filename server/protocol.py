@@ -38,20 +38,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
     "length_penalty": (None, 1, 1.0),
+    "logprob_token_ids": (None, []),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
@@ -188,6 +185,11 @@ class SamplingFields(_Request):
     ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
 

@@ -95,6 +95,22 @@ SETTINGS = (
         "or less where the cache is smaller.",
         "TOKENS",
     ),
+    Setting(
+        "max_tokens_policy",
+        MODEL,
+        word,
+        "auto",
+        "What becomes of a max_tokens that the context has no room for: it is an upper bound (clamp), or refused "
+        "(strict). auto clamps chats and refuses completions.",
+        choices=("auto", "strict", "clamp"),
+    ),
+    Setting(
+        "use_model_sampling_defaults",
+        MODEL,
+        boolean,
+        False,
+        "Sample as the model's generation_config.json says where a request does not.",
+    ),
     Setting("chat_template", MODEL, existing_file, None, "A Jinja file to use instead of the model's own.", "FILE"),
     Setting("seed", MODEL, count(0), 0, "Seed of --load-format random.", "N"),
     Setting("host", HTTP, word, "127.0.0.1", "Address to listen on. 0.0.0.0 serves the whole network.", "ADDRESS"),
@@ -235,6 +251,8 @@ class ServerSettings:
     host: str
     port: int
     served_model_name: tuple[str, ...]
+    max_tokens_policy: str
+    use_model_sampling_defaults: bool
     chat_template: Path | None
     max_body_bytes: int
     max_queued_requests: int

@@ -131,7 +131,6 @@ def test_a15_a_giant_list_of_prompts_is_refused(live: Live) -> None:
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("structured_outputs", {"regex": "a"}),
         ("use_beam_search", True),
-        ("prompt_logprobs", 1),
     ],
 )
 def test_a17_what_is_not_built_is_refused_not_ignored(live: Live, field: str, value: object) -> None:

@@ -13,6 +13,7 @@ GIVEN = {
     "load_format": ("gguf", "gguf"),
     "dtype": ("float32", "float32"),
     "max_model_len": ("8k", 8192),
+    "max_tokens_policy": ("clamp", "clamp"),
     "seed": ("7", 7),
     "host": ("0.0.0.0", "0.0.0.0"),  # noqa: S104
     "port": ("0", 0),
@@ -55,7 +56,13 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     names = {setting.name for setting in SETTINGS}
     assert names == {field.name for field in fields(ServerSettings)} | set(EngineConfig.__struct_fields__)
     assert len(names) == len(SETTINGS) <= 56
-    assert names == set(GIVEN) | {"chat_template", "prefix_caching", "api_key_file", "metrics_open"}
+    assert names == set(GIVEN) | {
+        "chat_template",
+        "prefix_caching",
+        "api_key_file",
+        "metrics_open",
+        "use_model_sampling_defaults",
+    }
 
 
 def test_defaults_agree_with_the_engines_own() -> None:
@@ -64,6 +71,8 @@ def test_defaults_agree_with_the_engines_own() -> None:
         host="127.0.0.1",
         port=8000,
         served_model_name=("smollm2",),
+        max_tokens_policy="auto",
+        use_model_sampling_defaults=False,
         chat_template=None,
         max_body_bytes=4 << 20,
         max_queued_requests=1024,
@@ -131,6 +140,7 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
         ("gpu_memory_utilization", "."),
         ("gpu_memory_utilization", "nan"),
         ("admission", "greedy"),
+        ("max_tokens_policy", "loose"),
         ("chat_template", "/no/such/file"),
         ("cors_origin", "example.org"),
         ("cors_origin", "https://example.org/page"),
