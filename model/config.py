@@ -1,7 +1,7 @@
 """Shapes of a model, from a Hugging Face config.json or from GGUF metadata."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from octavo.model.fields import Fields
 from octavo.model.weights.errors import CheckpointError
@@ -66,7 +66,9 @@ class ModelConfig:
     sliding_window: int | None = None
     """Positions a query may look back, itself included; None sees all."""
     dtype: str = "bfloat16"
-    """The checkpoint's own dtype."""
+    """The checkpoint's own dtype; of a quantised one, what it is widened to."""
+    quantised: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """GGUF type of every matrix that can be kept in its quantised blocks, by its Hugging Face name."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
@@ -79,6 +81,10 @@ class ModelConfig:
     def kv_width(self) -> int:
         """Width of all key heads together; the values' is the same."""
         return self.kv_heads * self.head_dim
+
+    def widened(self) -> "ModelConfig":
+        """The same model with all weights as numbers."""
+        return replace(self, quantised={})
 
     @classmethod
     def from_hugging_face(

@@ -3,14 +3,15 @@
 The server allocates what these functions say, so its ledger equals a plan made elsewhere to the byte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.arena_layout import arena_layout, padded
 from octavo.model.config import ModelConfig
-from octavo.model.kernels.packing import packed_elements
+from octavo.model.kernels.packing import expanded_bytes, packed_elements, quantised_bytes
+from octavo.model.matrices import BlockMatrices, FusedMatrix, kept_quantised, vocabulary_matrices
 from octavo.model.weights.errors import CheckpointError
 
 _FLOAT32 = 4
@@ -53,15 +54,17 @@ class Formats:
     cache: int
     panels: bool = False
     """Whether matrices are padded to the panels of the compiled kernels (`Kernels.panels`)."""
+    threads: int = 1
+    """How many compute; each expands panels of quantised weights in memory of its own."""
     ranks: int = 1
     """Degree of tensor parallelism: devices that share one model."""
     workspaces: int = 0
     """Bytes that libraries are given to work in."""
 
     @classmethod
-    def of(cls, element_bytes: int, *, panels: bool) -> "Formats":
-        """One type of number for everything, on one device: what this version serves."""
-        return cls(element_bytes, element_bytes, element_bytes, panels)
+    def of(cls, element_bytes: int, *, panels: bool, threads: int = 1) -> "Formats":
+        """One type of number for everything but quantised weights, on one device: what this version serves."""
+        return cls(element_bytes, element_bytes, element_bytes, panels, threads)
 
 
 def plan_memory(config: ModelConfig, formats: Formats, limits: RunnerLimits, budget: int) -> MemoryPlan:
@@ -91,6 +94,8 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
         "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),
     }
+    if widest := max(_quantised_widths(config, formats), default=0):
+        lines["expanded panels"] = formats.threads * expanded_bytes(widest, formats.activations)
     if formats.ranks > 1:
         lines["gathered logits"] = _FLOAT32 * padded(limits.max_rows) * config.vocabulary
     if formats.workspaces:
@@ -135,13 +140,15 @@ def rank_shape(config: ModelConfig, ranks: int) -> ModelConfig:
 def weights_bytes(config: ModelConfig, formats: Formats) -> int:
     """Bytes of one rank's matrices as they are stored, biases and norms. Tied embeddings count once."""
     rank = rank_shape(config, formats.ranks)
-    tables = (1 if config.tied_embeddings else 2) * _matrix_bytes(rank.vocabulary, rank.width, formats, in_block=False)
-    block = sum(
-        _matrix_bytes(outputs, inputs, formats) + has_bias * outputs * formats.activations
-        for outputs, inputs, has_bias in _fused_matrices(rank)
+    quantised = kept_quantised(rank, panels=formats.panels)
+    tables = sum(_matrix_bytes(table, formats, quantised, formats.activations) for table in vocabulary_matrices(rank))
+    blocks = sum(
+        _matrix_bytes(matrix, formats, quantised, formats.matrices)
+        for layer in range(rank.layers)
+        for matrix in BlockMatrices.of(rank, layer).all()
     )
-    block += block_norms(config) * formats.activations
-    return tables + config.layers * block + config.width * formats.activations
+    norms = rank.layers * block_norms(config) + config.width
+    return tables + blocks + norms * formats.activations
 
 
 def block_norms(config: ModelConfig) -> int:
@@ -149,15 +156,28 @@ def block_norms(config: ModelConfig) -> int:
     return 2 * config.width + 2 * config.head_dim * config.qk_norm
 
 
-def _fused_matrices(config: ModelConfig) -> Iterator[tuple[int, int, bool]]:
-    """Output rows, input columns and bias of a block's matrices, as `Block` makes them."""
-    yield config.q_width + 2 * config.kv_width, config.width, config.qkv_bias
-    yield config.width, config.q_width, config.output_bias
-    yield 2 * config.ffn_width, config.width, config.ffn_bias
-    yield config.width, config.ffn_width, config.ffn_bias
+def _quantised_widths(config: ModelConfig, formats: Formats) -> Iterator[int]:
+    """Input columns of the matrices that stay in their blocks."""
+    quantised = kept_quantised(config, panels=formats.panels)
+    if not quantised:
+        return
+    blocks = (matrix for layer in range(config.layers) for matrix in BlockMatrices.of(config, layer).all())
+    for matrix in (*vocabulary_matrices(config), *blocks):
+        if any(kind for kind, _ in matrix.runs(quantised)):
+            yield matrix.in_features
 
 
-def _matrix_bytes(outputs: int, inputs: int, formats: Formats, *, in_block: bool = True) -> int:
-    element_bytes = formats.matrices if in_block else formats.activations
-    elements = packed_elements(outputs, inputs, element_bytes) if formats.panels else outputs * inputs
-    return elements * element_bytes + (_FLOAT32 * outputs if element_bytes == 1 else 0)
+def _matrix_bytes(matrix: FusedMatrix, formats: Formats, quantised: Mapping[str, str], element_bytes: int) -> int:
+    """Bytes of a matrix and its bias; element_bytes: of its numbers, where it is not quantised."""
+    size = matrix.bias * matrix.out_features * formats.activations
+    for kind, rows in matrix.runs(quantised):
+        if kind:
+            size += quantised_bytes(rows, matrix.in_features, kind)
+        else:
+            size += _numbers_bytes(rows, matrix.in_features, element_bytes, panels=formats.panels)
+    return size
+
+
+def _numbers_bytes(rows: int, columns: int, element_bytes: int, *, panels: bool) -> int:
+    elements = packed_elements(rows, columns, element_bytes) if panels else rows * columns
+    return elements * element_bytes + (_FLOAT32 * rows if element_bytes == 1 else 0)

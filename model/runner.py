@@ -208,6 +208,7 @@ def build_runner(
         limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
     )
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
+    workspaces += kernels.threads * model.scratch_nbytes
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
     sampler = Sampler(config.vocabulary, slots, limits.max_rows)

@@ -21,6 +21,8 @@ from octavo.model.attention import AttentionBackend
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels, Linear
 from octavo.model.layers import RMSNorm, rope_table
+from octavo.model.matrices import BlockMatrices, kept_quantised, vocabulary_matrices
+from octavo.model.stacked import destinations, fused_linear
 from octavo.model.weights import Destination
 
 
@@ -75,18 +77,23 @@ class Activations:
 class Block:
     """Seven matrices, four of them fused into two, and the norms before each branch."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
         norm = partial(RMSNorm, kernels, epsilon=config.norm_epsilon, dtype=dtype, device=device)
-        self._config = config
         self._kernels = kernels
+        self._prefix = f"model.layers.{layer}."
+        self._quantised = kept_quantised(config, panels=kernels.panels)
+        self._matrices = BlockMatrices.of(config, layer)
+        linear = partial(fused_linear, kernels, quantised=self._quantised)
         self.attention_norm = norm(config.width)
-        self.qkv = kernels.linear(config.q_width + 2 * config.kv_width, config.width, bias=config.qkv_bias)
+        self.qkv = linear(self._matrices.qkv)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.output = kernels.linear(config.width, config.q_width, bias=config.output_bias)
+        self.output = linear(self._matrices.output)
         self.feed_forward_norm = norm(config.width)
-        self.gate_up = kernels.linear(2 * config.ffn_width, config.width, bias=config.ffn_bias)
-        self.down = kernels.linear(config.width, config.ffn_width, bias=config.ffn_bias)
+        self.gate_up = linear(self._matrices.gate_up)
+        self.down = linear(self._matrices.down)
 
     def attention_branch(self, layer: int, rope: Tensor, attention: AttentionBackend, step: Activations) -> None:
         """Read norm(x) from to_attention, leave what is added to x in to_feed_forward."""
@@ -113,21 +120,15 @@ class Block:
         norms = (self.attention_norm, self.q_norm, self.k_norm, self.feed_forward_norm)
         return tuple(norm for norm in norms if norm is not None)
 
-    def destinations(self, prefix: str) -> Iterator[tuple[str, Destination]]:
+    def destinations(self) -> Iterator[tuple[str, Destination]]:
         """Where the checkpoint's tensors go, by their Hugging Face names."""
-        config, attention, feed_forward = self._config, prefix + "self_attn.", prefix + "mlp."
-        q, k, v = (attention + name for name in ("q_proj", "k_proj", "v_proj"))
-        qkv = ((q, config.q_width), (k, config.kv_width), (v, config.kv_width))
-        gate_up = ((feed_forward + "gate_proj", config.ffn_width), (feed_forward + "up_proj", config.ffn_width))
-        yield from _matrices(self.qkv, qkv, bias=config.qkv_bias)
-        yield from _matrices(self.output, ((attention + "o_proj", config.width),), bias=config.output_bias)
-        yield from _matrices(self.gate_up, gate_up, bias=config.ffn_bias)
-        yield from _matrices(self.down, ((feed_forward + "down_proj", config.width),), bias=config.ffn_bias)
-        yield _vector(prefix + "input_layernorm.weight", self.attention_norm)
-        yield _vector(prefix + "post_attention_layernorm.weight", self.feed_forward_norm)
+        for linear, matrix in zip(self.linears(), self._matrices.all(), strict=True):
+            yield from destinations(linear, matrix, self._quantised)
+        yield _vector(self._prefix + "input_layernorm.weight", self.attention_norm)
+        yield _vector(self._prefix + "post_attention_layernorm.weight", self.feed_forward_norm)
         if self.q_norm is not None and self.k_norm is not None:
-            yield _vector(attention + "q_norm.weight", self.q_norm)
-            yield _vector(attention + "k_norm.weight", self.k_norm)
+            yield _vector(self._prefix + "self_attn.q_norm.weight", self.q_norm)
+            yield _vector(self._prefix + "self_attn.k_norm.weight", self.k_norm)
 
 
 class Transformer:
@@ -145,9 +146,11 @@ class Transformer:
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
-        self.head = kernels.linear(config.vocabulary, config.width)
-        self.embedding = self.head if config.tied_embeddings else kernels.linear(config.vocabulary, config.width)
-        self.blocks = [Block(config, kernels, dtype, device) for _ in range(config.layers)]
+        self._quantised = kept_quantised(config, panels=kernels.panels)
+        self._tables = vocabulary_matrices(config)
+        tables = [fused_linear(kernels, table, self._quantised) for table in self._tables]
+        self.embedding, self.head = tables[0], tables[-1]
+        self.blocks = [Block(config, layer, kernels, dtype, device) for layer in range(config.layers)]
         self.final_norm = RMSNorm(kernels, config.width, config.norm_epsilon, dtype, device)
         self.rope = rope_table(config, max_positions).to(device)
         """A table of every forward, counted with the activations."""
@@ -159,6 +162,11 @@ class Transformer:
         parts = [linear.nbytes for linear in self.linears()]
         return sum(parts) + sum(norm.weight.nbytes for norm in norms)
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that each thread keeps beside the weights, for the matrix that needs most."""
+        return max(linear.scratch_nbytes for linear in self.linears())
+
     def linears(self) -> list[Linear]:
         """All matrices, each once."""
         tables = [self.head] if self.config.tied_embeddings else [self.embedding, self.head]
@@ -166,11 +174,11 @@ class Transformer:
 
     def destinations(self) -> dict[str, Destination]:
         """Where the checkpoint's tensors go, by their Hugging Face names. A tied head is loaded as the embedding."""
-        found = dict(_matrices(self.embedding, (("model.embed_tokens", self.config.vocabulary),)))
-        if not self.config.tied_embeddings:
-            found.update(_matrices(self.head, (("lm_head", self.config.vocabulary),)))
-        for layer, block in enumerate(self.blocks):
-            found.update(block.destinations(f"model.layers.{layer}."))
+        found: dict[str, Destination] = {}
+        for linear, table in zip((self.embedding, self.head), self._tables, strict=False):
+            found.update(destinations(linear, table, self._quantised))
+        for block in self.blocks:
+            found.update(block.destinations())
         found.update([_vector("model.norm.weight", self.final_norm)])
         return found
 
@@ -220,22 +228,6 @@ class Transformer:
         logits = arena.view("logits", padded)
         self.head(picked, out=logits)
         return logits[:count]
-
-
-def _matrices(
-    linear: Linear, parts: tuple[tuple[str, int], ...], *, bias: bool = False
-) -> Iterator[tuple[str, Destination]]:
-    """Destinations of the matrices (name, rows) that lie one below the other in a fused Linear."""
-    first = 0
-    for name, rows in parts:
-        yield name + ".weight", Destination((rows, linear.in_features), partial(_shifted, linear.load, first))
-        if bias:
-            yield name + ".bias", Destination((rows,), partial(_shifted, linear.load_bias, first))
-        first += rows
-
-
-def _shifted(load: Callable[[int, Tensor], None], offset: int, first: int, rows: Tensor) -> None:
-    load(offset + first, rows)
 
 
 def _vector(name: str, norm: RMSNorm) -> tuple[str, Destination]:

@@ -16,6 +16,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.load import load_kernels
+from octavo.model.matrices import kept_quantised
 from octavo.model.memory import Formats, kv_layout
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
@@ -58,6 +59,8 @@ def load(
     started = time.monotonic()
     checkpoint, dtype, kernels = choose(config)
     engine = _plan(config, checkpoint.config, dtype, kernels)
+    if checkpoint.config.quantised and not kernels.panels:
+        _log.warning("the quantised weights are widened to %s: the kernels of torch cannot use them as they are", dtype)
     ledger = MemoryLedger(engine.plan)
     limits = runner_limits(engine.limits, engine.plan.blocks)
     runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, _progress(report))
@@ -71,7 +74,8 @@ def load(
 def choose(config: EngineConfig) -> tuple[Checkpoint, torch.dtype, Kernels]:
     """Decide what to load, in which type and with which kernels. Allocates nothing; raises what `load` does."""
     check_device(config.device)
-    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed)
+    widen = config.dtype != "auto"
+    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=widen)
     dtype = choose_dtype(config.dtype)
     return checkpoint, dtype, _choose_kernels(dtype)
 
@@ -116,7 +120,8 @@ def _choose_kernels(dtype: torch.dtype) -> Kernels:
 def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> _Engine:
     """Decide the limits and the size of the pool, before anything large is allocated."""
     machine = Machine(capacity=memory_capacity(), cores=available_cores())
-    plan = plan_engine(config, model, Formats.of(dtype.itemsize, panels=kernels.panels), machine)
+    formats = Formats.of(dtype.itemsize, panels=kernels.panels, threads=kernels.threads)
+    plan = plan_engine(config, model, formats, machine)
     wanted = config.max_model_len or model.max_context
     if plan.limits.max_model_len != wanted:
         _log.warning(
@@ -148,6 +153,7 @@ def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str
         eos_ids=model.eos_ids,
         device="cpu",
         dtype=str(engine.dtype).removeprefix("torch."),
+        quantised=tuple(sorted(set(kept_quantised(model, panels=engine.kernels.panels).values()))),
         kernels=engine.kernels.name,
         process=os.getpid(),
         memory=(

@@ -155,6 +155,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_ids: tuple[int, ...]
     device: str
     dtype: str
+    quantised: tuple[str, ...] = ()
+    """Types of the weights that stay in their quantised blocks."""
     kernels: str
     """Name of the code path, for example "avx512_bf16"."""
     process: int

@@ -65,7 +65,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", metavar="N", default="1", help="Devices that share the model by tensor parallelism. Default: 1."
     )
     parser.add_argument(
-        "--dtype", choices=("auto", *DTYPE_BYTES), help="Type of weights and activations. Default: bfloat16."
+        "--dtype", choices=("auto", *DTYPE_BYTES), help="Type of weights and activations. Default: as served."
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -112,7 +112,7 @@ def _trace(parsed: argparse.Namespace) -> Iterator[str]:
     from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
 
     path = locate(parsed.model)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, widen=True)
     tokens = tuple(load_tokenizer(path).encode(parsed.trace))
     if not 1 <= len(tokens) <= checkpoint.config.max_context:
         raise SettingsError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
@@ -132,7 +132,10 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
     given = {name: getattr(parsed, name) for name in PLANNED_SETTINGS}
     engine = resolve(given, os.environ).engine
     dtype = parsed.dtype or engine.dtype
-    dtype = "bfloat16" if dtype == "auto" else dtype
+    if dtype == "auto":
+        dtype = "bfloat16"
+    else:
+        model = model.widened()
     kv_dtype = parsed.kv_cache_dtype
     device = _device(parsed.device)
     if kv_dtype == "auto":

@@ -263,6 +263,8 @@ def describe(ready: Ready, memory: Sequence[MemoryLine]) -> Iterator[str]:
     request = -(-ready.max_model_len // ready.block_size) * ready.block_size
     rows = {"model": f"{ready.architecture}, {ready.parameters:,} parameters, loaded in {ready.load_seconds:.1f} s"}
     rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}"
+    if ready.quantised:
+        rows["quantised"] = f"matrices in their {' and '.join(ready.quantised)} blocks, the same results as widened"
     rows |= {line.bucket: f"{line.allocated:,} B of {line.planned:,} B planned" for line in memory}
     rows["budget"] = f"{ready.memory_budget:,} B for weights, cache and activations"
     rows["KV cache"] = f"{ready.blocks:,} blocks of {ready.block_size} = {pool:,} tokens"

@@ -24,6 +24,7 @@ def facts(answer: Forecast) -> Facts:
         "device": question.device.name if question.device else "cpu",
         "devices": question.devices,
         "dtype": question.dtype,
+        "weights_in": question.weights,
         "kv_cache_dtype": question.kv_dtype,
         "predicted": question.device is not None,
         "not_served": list(question.not_served),
@@ -63,7 +64,7 @@ def text(answer: Forecast) -> Iterator[str]:
     """Lines for a terminal."""
     question, limits, memory = answer.question, answer.limits, answer.memory
     where = question.device.name if question.device else "this machine's CPU"
-    yield f"{question.devices} x {where}, weights {question.dtype}, KV cache {question.kv_dtype}" + (
+    yield f"{question.devices} x {where}, weights {question.weights}, KV cache {question.kv_dtype}" + (
         "; bytes of each device" if question.devices > 1 else ""
     )
     if question.not_served:

@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.config import ModelConfig
+from octavo.model.matrices import kept_quantised
 from octavo.model.memory import Formats, activation_lines, rank_shape
 from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.errors import CheckpointError
@@ -59,9 +60,16 @@ class Question:
             matrices=matrices,
             cache=DTYPE_BYTES[self.kv_dtype],
             panels=self.panels,
+            threads=self.machine.cores,
             ranks=self.devices,
             workspaces=GPU_WORKSPACES if self.device else 0,
         )
+
+    @property
+    def weights(self) -> str:
+        """What the weights are kept in: a dtype, or also types of quantised blocks."""
+        kinds = sorted(set(kept_quantised(self.model, panels=self.panels).values()))
+        return " and ".join((*kinds, self.dtype)) if kinds else self.dtype
 
     @property
     def runtime(self) -> int:

@@ -83,7 +83,8 @@ SETTINGS = (
         MODEL,
         word,
         "auto",
-        "Type of weights, activations and cache. auto is bfloat16.",
+        "Type of weights, activations and cache. auto is bfloat16, and keeps quantised weights in their blocks; "
+        "otherwise they are widened.",
         choices=("auto", "bfloat16", "float32", "float16"),
     ),
     Setting(

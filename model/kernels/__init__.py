@@ -28,8 +28,16 @@ class Linear(Protocol):
         """Bytes of the stored weight and bias."""
         ...
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that each thread keeps to multiply with it: 0, or of one expanded panel of quantised weights."""
+        ...
+
     def load(self, first_row: int, weight: Tensor) -> None:
-        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, converting and packing."""
+        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, converting and packing.
+
+        A quantised Linear takes uint8 [rows, bytes of a row]: blocks as they lie in a GGUF file.
+        """
         ...
 
     def load_bias(self, first_row: int, bias: Tensor) -> None:
@@ -56,14 +64,21 @@ class Kernels(Protocol):
     row_multiple: int
     """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
     panels: bool
-    """Whether weights are kept in padded panels (see packing.py) or as they are."""
+    """Whether weights are kept in padded panels (see packing.py), in quantised blocks too, or as they are."""
+    threads: int
+    """How many threads compute."""
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body`, which computes on the same memory each time, and return the fastest way to run it again."""
         ...
 
-    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
-        """Make a Linear with uninitialised weights."""
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> Linear:
+        """Make a Linear with uninitialised weights.
+
+        quantised: a key of packing.QUANTISED, with kernels that have `panels`: W is kept in blocks of this type. Its
+        numbers, rounded to the activations' dtype, are multiplied as if they had been widened while loading: the
+        results have the same bits.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:

@@ -32,6 +32,11 @@ class TorchLinear:
         """Bytes of the stored weight and bias."""
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """None: what torch takes beside is freed at once."""
+        return 0
+
     def load(self, first_row: int, weight: Tensor) -> None:
         """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
         _store(self._weight, first_row, weight)
@@ -84,14 +89,17 @@ class TorchKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.threads = torch.get_num_threads()
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body`; the way to run it again is to run it again."""
         body()
         return body
 
-    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TorchLinear:
-        """Make a Linear with uninitialised weights."""
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> TorchLinear:
+        """Make a Linear with uninitialised weights. ValueError for quantised ones: they must be widened."""
+        if quantised:
+            raise ValueError(f"torch's kernels do not multiply with {quantised} blocks")
         return TorchLinear(self.dtype, out_features, in_features, self.row_multiple, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:

@@ -4,22 +4,24 @@
 //   bfloat16: [panel][k / 2][64][2], k padded with zeros to a multiple of 32. Two consecutive k of one column lie
 //             together, as vdpbf16ps and AMX tiles want them (a tile is 16 k-pairs x 16 columns, 256 bytes apart).
 //   float32:  [panel][k][64].
-// Either way it is a transposed matrix of 32-bit words.
+// Either way it is a transposed matrix of 32-bit words. Quantised weights lie in panels as well (quantised.h); a panel is
+// expanded into one of these two orders in the memory of the thread that multiplies with it.
 //
 // Every output is summed in one float32 accumulator (an AMX tile element is one too) over ascending k, whatever the
 // number of rows and threads. That makes the kernels batch-invariant: a row's bits do not depend on its neighbours.
 #pragma once
 #include "numbers.h"
 #include "parallel.h"
+#include "quantised.h"
 
-constexpr int64_t panel_width = 64;
 constexpr int64_t tile_depth = 32;  // bfloat16 values in a row of an AMX tile
 
 // Mirrors _Weights in native.py.
 struct Linear {
     const void* weight;
-    const void* bias;  // [out_features] of the weight's type, or null
+    const void* bias;  // [out_features] of the type of the activations, or null
     int64_t out_features, in_features;
+    Kind kind;
 };
 
 template <class T>
@@ -33,10 +35,27 @@ struct LinearCall {
 
     const T* row(int64_t index) const { return x + index * x_stride; }
 
+    // How many k a panel has, padding included; as many once it is expanded.
+    int64_t depth() const {
+        return sizeof(T) == 4 ? linear.in_features : (linear.in_features + tile_depth - 1) / tile_depth * tile_depth;
+    }
+
     const T* panel(int64_t index) const {
-        const int64_t depth =
-            sizeof(T) == 4 ? linear.in_features : (linear.in_features + tile_depth - 1) / tile_depth * tile_depth;
-        return static_cast<const T*>(linear.weight) + index * panel_width * depth;
+        return static_cast<const T*>(linear.weight) + index * panel_width * depth();
+    }
+
+    const char* quantised_panel(int64_t index) const {
+        const int64_t units = linear.in_features / unit_depth(linear.kind);
+        return static_cast<const char*>(linear.weight) + index * units * unit_bytes(linear.kind);
+    }
+
+    // A quantised panel as numbers, in this thread's memory, until it expands another.
+    const T* expand(int64_t index) const {
+        T* numbers = static_cast<T*>(octavo_thread_memory(panel_width * depth() * sizeof(T)));
+        const char* packed = quantised_panel(index);
+        for (int64_t block = 0; block < depth() / block_depth; block++)
+            expand_block(linear.kind, packed, block, numbers + block * block_depth * panel_width);
+        return numbers;
     }
 };
 
@@ -61,20 +80,43 @@ static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, in
     }
 }
 
-// Call body(first_row, rows, panel) for all pieces of the result, in parallel. A piece is a panel and up to 64 rows.
-// Rows are taken 512 at a time, panels within them: these rows of x, and one panel, then stay in the L2 cache.
+constexpr int64_t piece_rows = 64;
+
+// Into how many parts to divide the rows of every quantised panel, so that the busiest thread is done soonest: with
+// more parts the work divides more evenly, but a panel is expanded for each. That takes about as long as 64 rows.
+static inline int64_t parts_of(int64_t pieces, int64_t panels) {
+    const int64_t threads = octavo_threads();
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t parts = 1; parts <= pieces; parts++) {
+        const int64_t rounds = (panels * parts + threads - 1) / threads;
+        const int64_t time = rounds * (1 + (pieces + parts - 1) / parts);
+        if (time < least) best = parts, least = time;
+    }
+    return best;
+}
+
+// Call body(first_row, rows, panel, w) for all pieces of the result, in parallel. A piece is a panel and up to 64 rows;
+// w are the numbers of the panel. Rows are taken 512 at a time, panels within them: these rows of x, and one panel,
+// then stay in the L2 cache.
 template <class T, class Body>
 static void for_each_piece(const LinearCall<T>& call, const Body& body) {
-    constexpr int64_t most_rows = 512, piece_rows = 64;
+    constexpr int64_t most_rows = 512;
     const int64_t panels = (call.linear.out_features + panel_width - 1) / panel_width;
+    const bool quantised = call.linear.kind != Kind::numbers;
     for (int64_t first = 0; first < call.rows; first += most_rows) {
         const int64_t rows = call.rows - first < most_rows ? call.rows - first : most_rows;
         const int64_t pieces = (rows + piece_rows - 1) / piece_rows;
-        const int64_t grain = 1 + panels * pieces / 128;
-        parallel_for(panels * pieces, grain, [&](int64_t begin, int64_t end) {
+        const int64_t parts = quantised ? parts_of(pieces, panels) : pieces;
+        const int64_t part_rows = (pieces + parts - 1) / parts * piece_rows;
+        const int64_t grain = 1 + panels * parts / 128;
+        parallel_for(panels * parts, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++) {
-                const int64_t row = i % pieces * piece_rows;
-                body(first + row, rows - row < piece_rows ? rows - row : piece_rows, i / pieces);
+                const int64_t panel = i / parts, top = i % parts * part_rows;
+                const int64_t bottom = top + part_rows < rows ? top + part_rows : rows;
+                if (top >= bottom) continue;
+                const T* w = quantised ? call.expand(panel) : call.panel(panel);
+                for (int64_t row = top; row < bottom; row += piece_rows)
+                    body(first + row, bottom - row < piece_rows ? bottom - row : piece_rows, panel, w);
             }
         });
     }

@@ -110,9 +110,8 @@ void sum_high(const TiledRows& rows, const bf16* half_panel, float* sums) {
     _tile_stored(3, sums + tile_rows * panel_width + 16, panel_row_bytes);
 }
 
-void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel) {
+void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
     alignas(64) float sums[2 * tile_rows * panel_width];
-    const bf16* w = call.panel(panel);
     {
         const TiledRows tiled(call, first_row, rows);
         const TileConfiguration configuration(rows);
@@ -131,10 +130,10 @@ void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int6
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
-    for_each_piece(call, [&](int64_t first_row, int64_t piece_rows, int64_t panel) {
-        for (int64_t first = 0; first < piece_rows; first += 2 * tile_rows) {
-            const int64_t left = piece_rows - first;
-            compute(call, first_row + first, left < 2 * tile_rows ? left : 2 * tile_rows, panel);
+    for_each_piece(call, [&](int64_t first_row, int64_t count, int64_t panel, const bf16* w) {
+        for (int64_t first = 0; first < count; first += 2 * tile_rows) {
+            const int64_t left = count - first;
+            compute(call, first_row + first, left < 2 * tile_rows ? left : 2 * tile_rows, panel, w);
         }
     });
 }

@@ -11,9 +11,8 @@ constexpr int most_rows = 6, vectors = 4;
 constexpr int64_t prefetch_bytes = 4096;
 
 template <int rows>
-void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel) {
+void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel, const bf16* w) {
     const bf16* x = call.row(first_row);
-    const bf16* w = call.panel(panel);
     __m512 sums[rows][vectors];
     for (auto& row : sums)
         for (auto& sum : row) sum = _mm512_setzero_ps();
@@ -54,9 +53,9 @@ void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel) {
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
-    for_each_piece(call, [&](int64_t first_row, int64_t piece_rows, int64_t panel) {
-        for_each_group<most_rows>(piece_rows, [&](int64_t first, auto count) {
-            compute<decltype(count)::number>(call, first_row + first, panel);
+    for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
+        for_each_group<most_rows>(rows, [&](int64_t first, auto count) {
+            compute<decltype(count)::number>(call, first_row + first, panel, w);
         });
     });
 }

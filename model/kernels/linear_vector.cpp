@@ -72,13 +72,13 @@ inline void multiply(Vector (&sums)[rows][vectors], const bf16* x, int64_t strid
 }
 
 template <int rows, class T>
-void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel) {
+void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel, const T* w) {
     constexpr int vectors = vectors_for(rows);
     constexpr int pair = 4 / sizeof(T);  // elements of one column that lie together
     alignas(64) float result[rows * panel_width];
     for (int column = 0; column < panel_width; column += vectors * lanes) {
         Vector sums[rows][vectors] = {};
-        multiply(sums, call.row(first_row), call.x_stride, call.linear.in_features, call.panel(panel) + column * pair);
+        multiply(sums, call.row(first_row), call.x_stride, call.linear.in_features, w + column * pair);
         for (int r = 0; r < rows; r++) std::memcpy(result + r * panel_width + column, sums[r], sizeof sums[r]);
     }
     store(call, first_row, rows, panel, result);
@@ -86,9 +86,9 @@ void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel) {
 
 template <class T>
 void run(const LinearCall<T>& call) {
-    for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel) {
+    for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const T* w) {
         for_each_group<most_rows>(rows, [&](int64_t first, auto count) {
-            compute<decltype(count)::number>(call, first_row + first, panel);
+            compute<decltype(count)::number>(call, first_row + first, panel, w);
         });
     });
 }

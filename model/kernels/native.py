@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.model.kernels.library import Library
 from octavo.model.kernels.memory import WeightMemory
-from octavo.model.kernels.packing import packed_elements
+from octavo.model.kernels.packing import QUANTISED, expanded_bytes, packed_elements, quantised_bytes
 
 LOAD_ELEMENTS = 1 << 22
 """How many weights are converted at once while loading: bounds the temporary copy."""
@@ -32,6 +32,7 @@ class _Weights(ctypes.Structure):
         ("bias", c_void_p),
         ("out_features", c_int64),
         ("in_features", c_int64),
+        ("kind", c_int64),
     )
 
 
@@ -42,24 +43,27 @@ class PackedLinear:
         self,
         library: Library,
         variant: str,
-        memory: WeightMemory,
+        weight: Tensor,
         *,
         shape: tuple[int, int],
         dtype: torch.dtype,
         bias: bool,
+        kind: int = 0,
     ) -> None:
-        """`variant` names the copy of the kernel, for example "avx2"; shape: [out_features, in_features]."""
+        """Own `weight`, flat memory for the panels of W of this shape, [out_features, in_features].
+
+        `variant` names the copy of the kernel, for example "avx2"; dtype is that of activations and bias; kind is a
+        `Kind` of quantised.h.
+        """
         out_features, in_features = shape
-        if out_features < 1 or in_features < 1:
-            raise ValueError(f"a linear needs at least one row and column, got {out_features} x {in_features}")
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
-        self._weight = memory.take(packed_elements(out_features, in_features, dtype.itemsize), dtype)
+        self._weight = weight
         self._bias = torch.zeros(out_features, dtype=dtype) if bias else None
         self._usable = self._weight.is_cpu
         self._weights = _Weights(
-            self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(), out_features, in_features
+            weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(), out_features, in_features, kind
         )
         self._address = ctypes.addressof(self._weights)
         pointers = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
@@ -72,6 +76,11 @@ class PackedLinear:
     def nbytes(self) -> int:
         """Bytes of the stored weight, its padding included, and bias."""
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Numbers need none."""
+        return 0
 
     def load(self, first_row: int, weight: Tensor) -> None:
         """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
@@ -136,6 +145,49 @@ class PackedLinear:
             raise ValueError(f"this linear was made on {self._weight.device} for its size alone; it cannot be used")
 
 
+class QuantisedLinear(PackedLinear):
+    """A Linear whose panels hold the quantised blocks of a GGUF file, see quantised.h."""
+
+    def __init__(
+        self,
+        library: Library,
+        variant: str,
+        weight: Tensor,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: bool,
+        quantised: str,
+    ) -> None:
+        """As for a PackedLinear; quantised is a key of QUANTISED."""
+        kind = 1 + list(QUANTISED).index(quantised)
+        super().__init__(library, variant, weight, shape=shape, dtype=dtype, bias=bias, kind=kind)
+        elements, block_bytes = QUANTISED[quantised]
+        if self.in_features % elements:
+            raise ValueError(f"{self.in_features} columns cannot be divided into blocks of {elements} ({quantised})")
+        self._row_bytes = self.in_features // elements * block_bytes
+        self._pack = library.function("quantised_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
+        gather = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
+        self._gather = library.function("quantised_gather", *gather, result=c_int)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that each thread keeps for an expanded panel."""
+        return expanded_bytes(self.in_features, self.dtype.itemsize)
+
+    def load(self, first_row: int, weight: Tensor) -> None:
+        """Store uint8 [rows, bytes of a row] at rows first_row .. of W: blocks as they lie in a GGUF file."""
+        if weight.dtype != torch.uint8 or weight.ndim != 2 or weight.shape[1] != self._row_bytes:
+            raise ValueError(
+                f"weight: expected blocks, torch.uint8 [rows, {self._row_bytes}], "
+                f"got {weight.dtype} {list(weight.shape)}"
+            )
+        self._check_rows("weight", first_row, weight)
+        rows = weight if weight.stride(1) == 1 else weight.contiguous()
+        packed, kind = self._weights.weight, self._weights.kind
+        self._pack(packed, self.in_features, kind, first_row, rows.shape[0], rows.data_ptr(), rows.stride(0))
+
+
 class NativeKernels:
     """The Kernels protocol over the compiled library."""
 
@@ -145,6 +197,7 @@ class NativeKernels:
     def __init__(self, library: Library, name: str, dtype: torch.dtype) -> None:
         """`name` is the code path, one that this CPU can run; `dtype` that of weights and activations."""
         self.name = name
+        self.threads = int(library.octavo_threads())
         self.library = library
         self.dtype = dtype
         self.vector_variant = name if name in {"avx2", "plain"} else "avx512"
@@ -163,11 +216,19 @@ class NativeKernels:
         """Run `body` and return what repeats its calls, without Python's share of them."""
         return self.library.record(body)
 
-    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> PackedLinear:
-        """Make a Linear with uninitialised weights."""
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> PackedLinear:
+        """Make a Linear with uninitialised weights; quantised is empty or a key of QUANTISED."""
+        if out_features < 1 or in_features < 1:
+            raise ValueError(f"a linear needs at least one row and column, got {out_features} x {in_features}")
         variant = self.name if self.dtype == torch.bfloat16 else self.vector_variant
         shape = (out_features, in_features)
-        return PackedLinear(self.library, variant, self._memory, shape=shape, dtype=self.dtype, bias=bias)
+        if quantised:
+            blocks = self._memory.take(quantised_bytes(*shape, quantised), torch.uint8)
+            return QuantisedLinear(
+                self.library, variant, blocks, shape=shape, dtype=self.dtype, bias=bias, quantised=quantised
+            )
+        weight = self._memory.take(packed_elements(*shape, self.dtype.itemsize), self.dtype)
+        return PackedLinear(self.library, variant, weight, shape=shape, dtype=self.dtype, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""

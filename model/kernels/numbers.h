@@ -1,4 +1,4 @@
-// bfloat16 <-> float32. bfloat16 is the upper half of a float32.
+// bfloat16 <-> float32, and float16 -> float32. bfloat16 is the upper half of a float32.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -59,4 +59,19 @@ static inline void store_lanes(bf16* to, Lanes values) {
     const BitLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const HalfLanes halves = __builtin_convertvector(values != values ? (bits >> 16) | 0x40 : rounded, HalfLanes);
     std::memcpy(to, &halves, sizeof halves);
+}
+
+// float16, given as its bits: 1 sign, 5 of exponent, 10 of mantissa. Moved into a float32's fields, the number is 2^112
+// times too small, a subnormal one too.
+static inline float half_to_float(uint16_t half) {
+    const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+    float value;
+    std::memcpy(&value, &magnitude, sizeof value);
+    value *= 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (magnitude >= 0x0f800000u) bits = magnitude | 0x7f800000u;  // an infinity or a NaN
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }

@@ -10,6 +10,7 @@
 #include <time.h>
 
 #include <atomic>
+#include <cstdlib>
 
 namespace {
 
@@ -107,6 +108,20 @@ void publish_and_wait(const Job& next) {
 OCTAVO_API void octavo_set_threads(int threads) {
     const int workers = threads - 1;
     wanted_workers.store(workers < 0 ? 0 : workers > most_workers ? most_workers : workers);
+}
+
+OCTAVO_API int octavo_threads() { return 1 + wanted_workers.load(std::memory_order_relaxed); }
+
+void* octavo_thread_memory(int64_t bytes) {
+    static thread_local void* memory = nullptr;
+    static thread_local int64_t size = 0;
+    if (bytes > size) {
+        std::free(memory);
+        size = (bytes + 63) / 64 * 64;
+        memory = std::aligned_alloc(64, size);
+        if (memory == nullptr) std::abort();
+    }
+    return memory;
 }
 
 void octavo_parallel(int64_t items, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context) {

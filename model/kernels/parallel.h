@@ -25,3 +25,9 @@ static inline void parallel_for(int64_t items, int64_t grain, const Body& body) 
     auto call = [](void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); };
     octavo_parallel(items, grain, call, const_cast<Body*>(&body));
 }
+
+// How many threads a call may use, the calling one included.
+extern "C" int octavo_threads();
+
+// At least this many bytes that belong to the calling thread and are kept for its next request, aligned to 64.
+extern "C" void* octavo_thread_memory(int64_t bytes);

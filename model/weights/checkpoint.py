@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.model.config import ModelConfig
+from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.destination import Destination
 from octavo.model.weights.gguf_checkpoint import GGUFCheckpoint
@@ -38,20 +39,27 @@ class Checkpoint(Protocol):
         """The shape of every tensor that is there."""
         ...
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
-        """Rows of a tensor, all unless told otherwise, in float32, float16 or bfloat16. Raises CheckpointError."""
+    def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:
+        """Rows of a tensor, all unless told otherwise, in float32, float16 or bfloat16. Raises CheckpointError.
+
+        Without widen, one of config.quantised is left in its blocks: uint8 [rows, bytes of a row].
+        """
         ...
 
 
-def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
+def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, *, widen: bool = False) -> Checkpoint:
     """Open a directory or a .gguf file that `locate` found. Raises CheckpointError.
 
-    "random" reads the configuration alone and makes up the numbers, from the seed.
+    "random" reads the configuration alone and makes up the numbers, from the seed. With widen, a model is made for
+    numbers whatever the file holds.
     """
     check_format(path, load_format)
     if load_format == "random":
         return RandomCheckpoint(path, seed)
-    return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    checkpoint: Checkpoint = SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    if widen:
+        checkpoint.config = checkpoint.config.widened()
+    return checkpoint
 
 
 class RandomCheckpoint:
@@ -64,12 +72,12 @@ class RandomCheckpoint:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        self.config = read_config(path)
+        self.config = read_config(path).widened()
         self.seed = seed
         self.shapes = tensor_shapes(self.config)
         self.files: dict[str, Path] = {}
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
+    def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:  # noqa: ARG002
         """Rows of a tensor in the configuration's dtype."""
         shape = self.shapes[name]
         end = shape[0] if rows is None else first_row + rows
@@ -92,20 +100,29 @@ def load_weights(
 ) -> None:
     """Copy every destination's tensor into it, slice by slice; `progress` hears bytes done and bytes in all.
 
-    The bytes are those of the model in the checkpoint's own dtype. Raises CheckpointError, before anything is read,
-    where a tensor is missing, has another shape or is not expected.
+    The bytes are those of the model in the checkpoint's own dtype, or in its blocks where they are kept. Raises
+    CheckpointError, before anything is read, where a tensor is missing, has another shape or is not expected.
     """
     tied = checkpoint.config.tied_embeddings
     expected = {name: destination.shape for name, destination in destinations.items()}
     check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
-    total = itemsize * sum(math.prod(destination.shape) for destination in destinations.values())
+    total = sum(destination.shape[0] * _row_bytes(destination, itemsize) for destination in destinations.values())
     done = 0
     for name, destination in destinations.items():
         rows, row_size = destination.shape[0], math.prod(destination.shape[1:])
         step = max(1, SLICE_BYTES // (4 * row_size))
         for first_row in range(0, rows, step):
             count = min(step, rows - first_row)
-            destination.load(first_row, checkpoint.read(source_of(name, tied=tied), first_row, count))
-            done += itemsize * count * row_size
+            widen = not destination.quantised
+            destination.load(first_row, checkpoint.read(source_of(name, tied=tied), first_row, count, widen=widen))
+            done += count * _row_bytes(destination, itemsize)
             progress(done, total)
+
+
+def _row_bytes(destination: Destination, itemsize: int) -> int:
+    row_size = math.prod(destination.shape[1:])
+    if not destination.quantised:
+        return itemsize * row_size
+    elements, block_bytes = QUANTISED[destination.quantised]
+    return row_size // elements * block_bytes

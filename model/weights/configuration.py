@@ -1,13 +1,16 @@
 """From a model's files to its ModelConfig, without touching a weight. Imports no torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from octavo.model.config import MAX_HEAD_DIM, ModelConfig
+from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
+from octavo.model.weights.gguf_names import hugging_face_name
 
 MAX_JSON_BYTES = 16 << 20
 
@@ -43,8 +46,13 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         factors = file.rows("rope_freqs.weight").view(np.float32).ravel().tolist()
     stored = file.tensors["blk.0.attn_q.weight"].type if "blk.0.attn_q.weight" in file.tensors else ""
     dtype = {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
+    quantised = {
+        hugging_face_name(name): tensor.type
+        for name, tensor in file.tensors.items()
+        if tensor.type in QUANTISED and len(tensor.shape) == 2
+    }
     try:
-        return ModelConfig.from_gguf(file.metadata, shapes, dtype, factors)
+        return replace(ModelConfig.from_gguf(file.metadata, shapes, dtype, factors), quantised=quantised)
     except CheckpointError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
 

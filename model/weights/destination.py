@@ -19,3 +19,5 @@ class Destination:
 
     Called in ascending order without gaps; the callee copies what it keeps, and skips rows of other ranks.
     """
+    quantised: str = ""
+    """The type of quantised blocks that load takes instead, as uint8 [rows, bytes of a row]."""

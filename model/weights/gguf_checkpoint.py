@@ -27,8 +27,8 @@ class GGUFCheckpoint:
         self._gguf_names = {hugging_face_name(name): name for name in self.file.tensors}
         self.shapes = {name: self.file.tensors[stored].shape for name, stored in self._gguf_names.items()}
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
-        """Rows of a tensor, in Hugging Face's order."""
+    def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:
+        """Rows of a tensor, in Hugging Face's order; quantised ones as uint8 [rows, bytes] unless they are widened."""
         stored = self._gguf_names[name]
         tensor = self.file.tensors[stored]
         order = self._row_order(name)[first_row : None if rows is None else first_row + rows]
@@ -36,7 +36,7 @@ class GGUFCheckpoint:
             data = self.file.rows(stored)
             if len(tensor.shape) == 1:
                 return _decode(data, tensor.type)[0][order]
-            return _decode(data[order], tensor.type)
+            return _decode(data[order], tensor.type) if widen else torch.from_numpy(data[order])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: tensor {stored} cannot be read: {error}") from error
 

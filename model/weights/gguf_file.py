@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.errors import CheckpointError
 
 MAX_COUNT = 65_536
@@ -31,10 +32,7 @@ BLOCKS = {
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q4_K": (256, 144),
+    **QUANTISED,
     "Q6_K": (256, 210),
 }
 """The supported tensor types: elements and bytes of one block."""

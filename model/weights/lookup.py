@@ -6,6 +6,7 @@ from pathlib import Path
 
 from octavo.model.config import ModelConfig
 from octavo.model.weights.configuration import read_config, read_json
+from octavo.model.weights.embedded import SMOLLM2, embedded_file
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.published import PUBLISHED
 
@@ -23,10 +24,13 @@ FOREIGN_KEYS = (
 
 
 def find_config(model: str) -> ModelConfig:
-    """Shapes of a published name, a directory, a config.json, a .gguf file, or a Hub id that is in the cache.
+    """Shapes of the embedded model, a published name, a directory, config.json or .gguf file, or a Hub id in the cache.
 
     Nothing is downloaded. Raises CheckpointError.
     """
+    embedded = embedded_file() if model == SMOLLM2 else None
+    if embedded is not None:
+        return read_config(embedded)
     if model in PUBLISHED:
         return ModelConfig.from_hugging_face(PUBLISHED[model])
     path = _existing(model) or _cached(model)

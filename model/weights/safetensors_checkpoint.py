@@ -20,7 +20,7 @@ class SafetensorsCheckpoint:
         self.config: ModelConfig = directory_config(directory)
         self.shapes, self.files = read_headers(directory)
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
+    def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:  # noqa: ARG002
         """Rows of a tensor in the file's dtype, all of them unless told otherwise."""
         file = self.files[name]
         end = None if rows is None else first_row + rows

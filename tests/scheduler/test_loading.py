@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import tiny_model
+from support.checkpoints import tiny_model, write_gguf
 
 from octavo.kvcache.ledger import BUCKETS
 from octavo.model.step import SamplingParams
@@ -148,3 +148,18 @@ def test_a_plan_beyond_what_is_free_now_is_made_all_the_same_and_says_so(
     _, _, ready = load(config(directory, kv_blocks=16))
     assert ready.blocks == 16
     assert "the system can give only 1000 now" in caplog.text
+
+
+def test_without_compiled_kernels_quantised_weights_are_widened_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path, "llama"), "Q4_0")
+    monkeypatch.setenv("OCTAVO_KERNELS", "torch")
+    engine = EngineConfig(model=str(tmp_path / "model.gguf"), kv_blocks=20, max_num_seqs=2)
+    _, runner, ready = load(engine)
+    assert ready.quantised == ()
+    assert ready.memory[0].allocated == runner.model.weights_nbytes == 2 * ready.parameters
+    assert "widened to torch.bfloat16" in caplog.text
+    caplog.clear()
+    load(EngineConfig(model=str(tmp_path / "model.gguf"), kv_blocks=20, max_num_seqs=2, dtype="bfloat16"))
+    assert "widened" not in caplog.text

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import edit_config, tiny_model
+import torch
+from support.checkpoints import edit_config, tiny_model, write_gguf
+from support.runners import cpu_kernels
 
 from octavo.model.roofline import DEVICES
 from octavo.scheduler.loading import load
@@ -122,6 +124,32 @@ def test_a_running_engines_ledger_is_the_plan_to_the_byte(
             assert line.allocated == line.planned == plan[line.bucket], line.bucket
     for name in ("blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         assert getattr(ready, name) == plan[name]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("kinds", [{}, {"v_proj": "Q6_K", "gate_proj": "Q8_0"}], ids=["one type", "mixed types"])
+def test_the_ledger_of_a_quantised_model_is_the_plan_to_the_byte(
+    dtype: str, kinds: dict[str, str], tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, tiny_model(tmp_path, "llama", width=256, head_dim=64, ffn_width=512), "Q4_K", kinds=kinds)
+    _, plan = planned(capsys, str(file), "--dtype", dtype, "--kv-blocks", "20")
+    _, _, ready = load(resolve({"model": str(file), "dtype": dtype, "kv_blocks": "20"}, {}).engine)
+    for line in ready.memory:
+        if line.bucket in ("weights", "cache", "activations"):
+            assert line.allocated == line.planned == plan[line.bucket], line.bucket
+    kept = cpu_kernels(torch.bfloat16).panels and dtype == "auto"
+    assert ready.quantised == (tuple(sorted({"Q4_K", *kinds.values()} - {"Q6_K"})) if kept else ())
+    assert plan["weights_in"] == " and ".join((*ready.quantised, "bfloat16"))
+    assert ("expanded panels" in plan["activation_parts"]) == kept
+
+
+def test_the_default_model_is_planned_as_it_is_served(capsys: Capture) -> None:
+    if not cpu_kernels(torch.bfloat16).panels:
+        pytest.skip("without a compiler quantised weights are widened")
+    kept, widened = (planned(capsys, "smollm2", *options)[1] for options in ((), ("--dtype", "bfloat16")))
+    assert (kept["weights"], widened["weights"]) == (96_506_496, 269_030_016)
+    assert kept["weights_in"] == "Q4_1 and Q8_0 and bfloat16"
 
 
 def test_a_variable_of_the_server_counts_here_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

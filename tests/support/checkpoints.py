@@ -130,14 +130,16 @@ def write_gguf(
     model: PreTrainedModel,
     kind: str = "F32",
     *,
+    kinds: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     rope_factors: list[float] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the model as llama.cpp's converter would, matrices in the named type and vectors in F32.
 
     Returns what should be read back, by Hugging Face name and in its row order: float64, decoded number by number.
-    For K-quants, which only llama.cpp itself can make, matrices are random blocks. `metadata` holds further unsigned
-    numbers, such as tokenizer.ggml.eot_token_id.
+    For K-quants, which only llama.cpp itself can make, matrices are random blocks. `kinds` holds other types for
+    matrices whose Hugging Face name contains a key, `metadata` further unsigned numbers, such as
+    tokenizer.ggml.eot_token_id.
     """
     config = model.config
     architecture = "llama" if config.model_type == "mistral" else config.model_type
@@ -166,7 +168,8 @@ def write_gguf(
         for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if architecture == "llama" and projection in name:
                 order = interleaved(order, heads)
-        stored = kind if values.ndim == 2 else "F32"
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        stored = own if values.ndim == 2 else "F32"
         data, decoded = _encoded(values[order], stored, seed=len(read_back))
         writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[stored])
         read_back[name] = decoded[np.argsort(order)]

@@ -28,7 +28,7 @@ def cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 def formats_of(kernels: Kernels, dtype: torch.dtype) -> Formats:
     """How these kernels keep numbers of this dtype."""
-    return Formats.of(dtype.itemsize, panels=kernels.panels)
+    return Formats.of(dtype.itemsize, panels=kernels.panels, threads=kernels.threads)
 
 
 def build(

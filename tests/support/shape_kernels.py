@@ -29,7 +29,7 @@ class ShapeKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Any:
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> Any:
         return ShapeLinear(out_features, in_features, self.dtype, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
