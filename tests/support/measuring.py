@@ -38,11 +38,12 @@ class Measured:
     events: list[dict] = field(default_factory=list)
 
 
-def stream_all(url: str, bodies: Sequence[dict]) -> list[Measured]:
+def stream_all(url: str, bodies: Sequence[dict], key: str = "none") -> list[Measured]:
     """Stream completions at the same time, one thread each."""
     results = [Measured() for _ in bodies]
 
-    client = httpx.Client(timeout=120)  # made before any clock starts: it reads certificates
+    headers = {"Authorization": f"Bearer {key}"}
+    client = httpx.Client(timeout=120, headers=headers)  # made before any clock starts: it reads certificates
 
     def stream(body: dict, measured: Measured) -> None:
         fields = {"model": "smollm2", "stream": True, "stream_options": {"include_usage": True}, **body}
