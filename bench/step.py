@@ -24,7 +24,7 @@ from octavo.model.kernels.library import Library
 from octavo.model.runner import ModelRunner
 from octavo.model.sampling import Sampler
 from octavo.model.step import SamplingParams
-from octavo.scheduler.channel import Channel, FrameDecoder, encode_frame
+from octavo.scheduler.channel import Channel, FrameDecoder, FrameEncoder
 from octavo.scheduler.engine import Engine
 from octavo.scheduler.loading import load
 from octavo.scheduler.messages import EngineConfig, FromEngine, StepReport, Submission
@@ -152,13 +152,14 @@ def steps(
     ours, theirs = socket.socketpair()
     engine = make(*parts, Channel(theirs))
     reports: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+    requests = FrameEncoder()
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=arguments.temperature, ignore_eos=True)
     total = arguments.steps + 16 + batch * arguments.context // MOST_TOKENS  # some decode while others have prompts
     with ours, theirs:
         for number in range(batch):
             prompt = tuple(int(token) for token in rng.integers(1000, 20000, arguments.context))
-            ours.sendall(encode_frame(Submission(request=number, prompt=prompt, max_tokens=total, params=params)))
+            ours.sendall(requests.encode(Submission(request=number, prompt=prompt, max_tokens=total, params=params)))
         done = decoding = 0
         while done < batch:
             watch.seconds.clear()

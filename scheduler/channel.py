@@ -1,4 +1,7 @@
-"""Framed messages over a connected stream socket: four bytes of length, little endian, then msgpack.
+"""Framed messages over a connected stream socket: length, checksum, and then msgpack.
+
+Length and checksum are four bytes each, little endian. The checksum is a CRC-32 that begins with the frame's number in
+its direction, so that a frame which is damaged, lost, doubled or out of order is noticed.
 
 The two ends are unequal on purpose. The engine's end blocks: it has one thread and nothing to do meanwhile, and a slow
 server thereby slows the engine instead of filling its memory. The server's end (`octavo.server.client`) never blocks:
@@ -6,6 +9,7 @@ it always reads, and buffers what it writes. So the two can never wait for each 
 """
 
 import socket
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,8 +19,9 @@ from octavo.scheduler.messages import FromEngine, Shutdown, ToEngine
 MAX_FRAME_BYTES = 64 << 20
 """Far above the largest legal frame: 8,192 scored prompt tokens with 20 alternatives each take about 3 MB."""
 
-_HEADER_BYTES = 4
+_HEADER_BYTES = 8
 _READ_BYTES = 256 << 10
+_NUMBER_MASK = (1 << 32) - 1
 
 _Message = TypeVar("_Message")
 
@@ -25,12 +30,20 @@ class ProtocolError(Exception):
     """The peer sent bytes that are no message, or a message is too large to send."""
 
 
-def encode_frame(message: ToEngine | FromEngine) -> bytes:
-    """Return one message as the bytes that go over the socket. Raises ProtocolError where it is too large."""
-    payload = msgspec.msgpack.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+class FrameEncoder:
+    """Turns messages of one direction into the bytes that go over the socket."""
+
+    def __init__(self) -> None:
+        self._frames = 0
+
+    def encode(self, message: ToEngine | FromEngine) -> bytes:
+        """Return the next frame. Raises ProtocolError where it is too large."""
+        payload = msgspec.msgpack.encode(message)
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        checksum = zlib.crc32(payload, self._frames & _NUMBER_MASK)
+        self._frames += 1
+        return len(payload).to_bytes(4, "little") + checksum.to_bytes(4, "little") + payload
 
 
 class FrameDecoder(Generic[_Message]):
@@ -39,6 +52,7 @@ class FrameDecoder(Generic[_Message]):
     def __init__(self, union: Any) -> None:  # a union of types is no `type` to a type checker
         self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(union)
         self._buffer = bytearray()
+        self._frames = 0
 
     def feed(self, data: bytes) -> list[_Message]:
         """Return the messages that these bytes complete. Raises ProtocolError; the stream is unusable after it."""
@@ -48,17 +62,21 @@ class FrameDecoder(Generic[_Message]):
         start = 0
         while len(buffer) - start >= _HEADER_BYTES:
             body = start + _HEADER_BYTES
-            length = int.from_bytes(buffer[start:body], "little")
+            length = int.from_bytes(buffer[start : start + 4], "little")
             if length > MAX_FRAME_BYTES:
                 raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
             if len(buffer) < body + length:
                 break
-            messages.append(self._decode(bytes(buffer[body : body + length])))
+            checksum = int.from_bytes(buffer[start + 4 : body], "little")
+            messages.append(self._decode(bytes(buffer[body : body + length]), checksum))
             start = body + length
         del buffer[:start]
         return messages
 
-    def _decode(self, payload: bytes) -> _Message:
+    def _decode(self, payload: bytes, checksum: int) -> _Message:
+        if zlib.crc32(payload, self._frames & _NUMBER_MASK) != checksum:
+            raise ProtocolError(f"frame {self._frames} is damaged or out of order")
+        self._frames += 1
         try:
             return self._decoder.decode(payload)
         except msgspec.DecodeError as error:  # includes ValidationError: well-formed msgpack of the wrong shape
@@ -72,6 +90,7 @@ class Channel:
         connection.setblocking(True)
         self._connection = connection
         self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
+        self._encoder = FrameEncoder()
         self._closed = False
 
     def receive(self, block: bool) -> list[ToEngine]:
@@ -99,9 +118,12 @@ class Channel:
 
         The next `receive` reports the loss, so that there is one way out of the engine's loop.
         """
-        if self._closed:
-            return
+        if not self._closed:
+            self.write(self._encoder.encode(message))
+
+    def write(self, frame: bytes) -> None:
+        """Send bytes that make up a frame."""
         try:
-            self._connection.sendall(encode_frame(message))
+            self._connection.sendall(frame)
         except ConnectionError:
             self._closed = True

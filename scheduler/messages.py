@@ -33,6 +33,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seed: int = 0
     """Seed of random weights."""
     log_level: str = "info"
+    fault: tuple[str, ...] = ()
+    """Faults to inject, as `scheduler/faults.py` reads them."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):

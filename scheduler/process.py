@@ -14,6 +14,7 @@ from collections.abc import Callable
 from octavo.model.step import Runner
 from octavo.scheduler.channel import Channel, ProtocolError
 from octavo.scheduler.engine import Engine
+from octavo.scheduler.faults import FaultyChannel, FaultyRunner, parse_fault
 from octavo.scheduler.messages import EngineConfig, Fatal, Loading, Ready, Shutdown
 from octavo.scheduler.policy import Scheduler
 
@@ -39,6 +40,8 @@ def serve(channel: Channel, load: Load) -> int:
             logging.getLogger("octavo").setLevel(config.log_level.upper())
             scheduler, runner, ready = load(config, channel.send)
             channel.send(ready)
+            if faults := [parse_fault(text) for text in config.fault]:
+                runner, channel = FaultyRunner(runner, faults), FaultyChannel(channel, faults)
             Engine(scheduler, runner, channel, lookahead=int(ready.device.startswith("cuda"))).run()
     except Exception as error:
         code = getattr(error, "exit_code", None)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self, cast
 
 from octavo.model.step import SamplingParams
-from octavo.scheduler.channel import FrameDecoder, ProtocolError, encode_frame
+from octavo.scheduler.channel import FrameDecoder, FrameEncoder, ProtocolError
 from octavo.scheduler.messages import (
     Abort,
     EngineConfig,
@@ -244,6 +244,7 @@ class _Link(asyncio.Protocol):
         """Done when nothing more will arrive; the result says why, where it is not simply the end."""
         self._receive = receive
         self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self._encoder = FrameEncoder()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -266,7 +267,7 @@ class _Link(asyncio.Protocol):
     def send(self, message: ToEngine) -> None:
         """Send or buffer one message; to an engine that is gone, nothing."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(message))
+            self._transport.write(self._encoder.encode(message))
 
     def close(self) -> None:
         """Drop the connection and whatever is buffered."""

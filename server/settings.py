@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.values import boolean, count, existing_file, keys_of, origin, port, seconds, share, size, word
+from octavo.server.values import boolean, count, existing_file, fault, keys_of, origin, port, seconds, share, size, word
 
 ENVIRONMENT_PREFIX = "OCTAVO_"
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
@@ -208,6 +208,16 @@ SETTINGS = (
     Setting(
         "prefix_caching", ENGINE, boolean, True, "Reuse the KV of prompts that begin alike, within one cache_salt."
     ),
+    Setting("enable_faults", ENGINE, boolean, False, "Allow --fault. For tests only."),
+    Setting(
+        "fault",
+        ENGINE,
+        fault,
+        (),
+        "Break the engine on purpose at a named point, such as step-raises:token=77; repeat it for several.",
+        "FAULT",
+        repeatable=True,
+    ),
     Setting("block_size", MEMORY, count(1, 256), 16, "Tokens in a block of the KV cache.", "TOKENS"),
     Setting(
         "kv_blocks",
@@ -265,6 +275,7 @@ class ServerSettings:
     cors_origin: tuple[str, ...]
     shutdown_timeout: float
     log_level: str
+    enable_faults: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +323,8 @@ def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Set
         values[setting.name] = value = _parse(setting, source, given)
         if value != setting.default:
             changed[setting.flag] = "***" if setting.secret else _spelled(value)
+    if values["fault"] and not values["enable_faults"]:
+        raise SettingsError("--fault breaks requests on purpose: it needs --enable-faults")
     values["served_model_name"] = values["served_model_name"] or (_default_name(values["model"]),)
     return Settings(
         server=ServerSettings(**{name: values[name] for name in ServerSettings.__dataclass_fields__}),

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from octavo.scheduler.faults import parse_fault
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -93,4 +95,10 @@ def origin(text: str) -> str:
     """Parse an origin as browsers send it: scheme, host and port, nothing else; or * for all."""
     if text != "*" and re.fullmatch(r"https?://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?", text) is None:
         raise ValueError("give * or scheme and host, such as https://example.org")
+    return text
+
+
+def fault(text: str) -> str:
+    """Accept a fault that can be injected."""
+    parse_fault(text)
     return text

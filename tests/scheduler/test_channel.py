@@ -1,5 +1,7 @@
+import contextlib
 import socket
 import threading
+import zlib
 
 import msgspec
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.model.step import SamplingParams, TokenLogprobs
-from octavo.scheduler.channel import MAX_FRAME_BYTES, Channel, FrameDecoder, ProtocolError, encode_frame
+from octavo.scheduler.channel import MAX_FRAME_BYTES, Channel, FrameDecoder, FrameEncoder, ProtocolError
 from octavo.scheduler.messages import (
     Abort,
     EngineConfig,
@@ -44,6 +46,18 @@ READY = Ready(
     batch_invariance_reason="",
     load_seconds=0.5,
 )
+
+
+def frames_of(*messages: ToEngine | FromEngine) -> bytes:
+    encoder = FrameEncoder()
+    return b"".join(map(encoder.encode, messages))
+
+
+def framed(payload: bytes) -> bytes:
+    """The first frame of a stream, whatever it holds."""
+    return len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
 PARAMS = SamplingParams(
     temperature=0.5, seed=2**64 - 1, logit_bias=((3, -100.0), (4, 1.5)), stop_token_ids=(7,), logprobs=5
 )
@@ -78,7 +92,7 @@ def pair() -> tuple[Channel, socket.socket]:
 def test_messages_survive_any_cut_of_the_stream(data: st.DataObject) -> None:
     for union, messages in ((ToEngine, TO_ENGINE), (FromEngine, FROM_ENGINE)):
         sent = data.draw(st.lists(st.sampled_from(messages), max_size=6))
-        stream = b"".join(encode_frame(message) for message in sent)
+        stream = frames_of(*sent)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
         decoder: FrameDecoder[ToEngine | FromEngine] = FrameDecoder(union)
         received = []
@@ -89,7 +103,7 @@ def test_messages_survive_any_cut_of_the_stream(data: st.DataObject) -> None:
 
 def test_every_field_is_back_with_its_own_type() -> None:
     decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
-    [submission] = decoder.feed(encode_frame(TO_ENGINE[1]))
+    [submission] = decoder.feed(frames_of(TO_ENGINE[1]))
     assert isinstance(submission, Submission)
     assert submission.params == PARAMS
     assert isinstance(submission.prompt, tuple)
@@ -100,7 +114,7 @@ def test_every_field_is_back_with_its_own_type() -> None:
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_raise_a_protocol_error_or_wait_for_more(payload: bytes) -> None:
     decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
-    frame = len(payload).to_bytes(4, "little") + payload
+    frame = framed(payload)
     assert decoder.feed(frame[:-1]) == [] or not payload
     with pytest.raises(ProtocolError):
         FrameDecoder(ToEngine).feed(frame)
@@ -108,23 +122,24 @@ def test_bytes_that_are_no_message_raise_a_protocol_error_or_wait_for_more(paylo
 
 @settings(deadline=None)
 @given(st.sampled_from(TO_ENGINE), st.data())
-def test_a_damaged_frame_is_a_message_or_a_protocol_error_and_nothing_else(
-    message: ToEngine, data: st.DataObject
-) -> None:
-    frame = bytearray(encode_frame(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
-    try:
-        received = decoder.feed(bytes(frame))
-    except ProtocolError:
-        return
-    assert all(isinstance(item, ToEngine) for item in received)
+def test_a_damaged_frame_is_never_a_message(message: ToEngine, data: st.DataObject) -> None:
+    frame = bytearray(frames_of(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError):
+        assert FrameDecoder(ToEngine).feed(bytes(frame)) == []  # it waits for more, where it seems to be longer
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 0), (0, 2), (1, 0), (0, 1, 1)])
+def test_a_frame_that_is_lost_doubled_or_out_of_order_is_refused(order: tuple[int, ...]) -> None:
+    encoder = FrameEncoder()
+    frames = [encoder.encode(message) for message in TO_ENGINE[:3]]
+    with pytest.raises(ProtocolError, match="out of order"):
+        FrameDecoder(ToEngine).feed(b"".join(frames[number] for number in order))
 
 
 def test_a_message_for_the_other_direction_is_refused() -> None:
     with pytest.raises(ProtocolError, match="Fatal"):
-        FrameDecoder(ToEngine).feed(encode_frame(Fatal(message="no", exit_code=1)))
+        FrameDecoder(ToEngine).feed(frames_of(Fatal(message="no", exit_code=1)))
 
 
 def test_wrong_types_are_refused() -> None:
@@ -132,29 +147,29 @@ def test_wrong_types_are_refused() -> None:
         {"type": "Submission", "request": 1, "prompt": ["a"], "params": {}, "max_tokens": 1}
     )
     with pytest.raises(ProtocolError, match=r"prompt\[0\]"):
-        FrameDecoder(ToEngine).feed(len(payload).to_bytes(4, "little") + payload)
+        FrameDecoder(ToEngine).feed(framed(payload))
 
 
 def test_a_frame_above_the_limit_is_refused_from_its_header_alone() -> None:
     with pytest.raises(ProtocolError, match="limit"):
-        FrameDecoder(ToEngine).feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+        FrameDecoder(ToEngine).feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + bytes(4))
 
 
 def test_a_message_above_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="limit"):
-        encode_frame(Submission(request=1, prompt=(), params=PARAMS, max_tokens=1, salt=bytes(MAX_FRAME_BYTES)))
+        frames_of(Submission(request=1, prompt=(), params=PARAMS, max_tokens=1, salt=bytes(MAX_FRAME_BYTES)))
 
 
 def test_nothing_arrived_is_an_empty_list_without_waiting(pair: tuple[Channel, socket.socket]) -> None:
     channel, peer = pair
     assert channel.receive(block=False) == []
-    peer.sendall(encode_frame(Shutdown())[:-1])
+    peer.sendall(frames_of(Shutdown())[:-1])
     assert channel.receive(block=False) == []
 
 
 def test_blocking_waits_for_a_whole_message_and_takes_all_that_are_there(pair: tuple[Channel, socket.socket]) -> None:
     channel, peer = pair
-    frames = b"".join(encode_frame(message) for message in TO_ENGINE)
+    frames = frames_of(*TO_ENGINE)
     peer.sendall(frames[:3])
     timer = threading.Timer(0.05, peer.sendall, [frames[3:]])
     timer.start()
@@ -169,7 +184,7 @@ def test_blocking_waits_for_a_whole_message_and_takes_all_that_are_there(pair: t
 
 def test_a_server_that_is_gone_reads_as_shutdown_after_what_it_sent(pair: tuple[Channel, socket.socket]) -> None:
     channel, peer = pair
-    peer.sendall(encode_frame(TO_ENGINE[2]) + b"\x05")
+    peer.sendall(frames_of(TO_ENGINE[2]) + b"\x05")
     peer.close()
     assert channel.receive(block=True) == [TO_ENGINE[2], Shutdown()]
     assert channel.receive(block=True) == [Shutdown()]

@@ -10,7 +10,7 @@ from support import scripted_engine
 from support.scripted_engine import CRASH, MissingModelError, build, scripted_token
 
 from octavo.model.step import SamplingParams
-from octavo.scheduler.channel import Channel, FrameDecoder, encode_frame
+from octavo.scheduler.channel import Channel, FrameDecoder, FrameEncoder
 from octavo.scheduler.messages import (
     Abort,
     EngineConfig,
@@ -40,10 +40,11 @@ class Peer:
         self.connection = connection
         connection.settimeout(30)
         self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self._encoder = FrameEncoder()
         self._messages: list[FromEngine] = []
 
     def send(self, *messages: ToEngine) -> None:
-        self.connection.sendall(b"".join(encode_frame(message) for message in messages))
+        self.connection.sendall(b"".join(map(self._encoder.encode, messages)))
 
     def receive(self) -> FromEngine:
         while not self._messages:
@@ -158,10 +159,10 @@ def test_bytes_that_are_no_message_end_the_engine() -> None:
     engine = Engine()
     engine.peer.send(CONFIG)
     engine.peer.receive()
-    engine.peer.connection.sendall(b"\x02\x00\x00\x00??")
+    engine.peer.connection.sendall(b"\x02\x00\x00\x00??????")
     fatal = engine.peer.receive()
     assert isinstance(fatal, Fatal)
-    assert "malformed frame" in fatal.message
+    assert "frame 1 is damaged" in fatal.message
     assert engine.finish() == 70
 
 

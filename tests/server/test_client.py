@@ -202,7 +202,7 @@ async def test_a_command_that_is_no_engine_fails_the_start() -> None:
 
 @run
 async def test_an_engine_that_breaks_the_protocol_is_ended() -> None:
-    script = "import os, sys, time; os.write(int(sys.argv[1]), b'\\x01\\0\\0\\0?'); time.sleep(60)"
+    script = "import os, sys, time; os.write(int(sys.argv[1]), b'\\x01\\0\\0\\0?????'); time.sleep(60)"
     with pytest.raises(EngineError, match="broke the protocol"):
         await EngineClient.start(EngineConfig(model="m"), command=[sys.executable, "-c", script])
 

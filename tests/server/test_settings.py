@@ -62,6 +62,8 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
         "api_key_file",
         "metrics_open",
         "use_model_sampling_defaults",
+        "enable_faults",
+        "fault",
     }
 
 
@@ -84,6 +86,7 @@ def test_defaults_agree_with_the_engines_own() -> None:
         cors_origin=(),
         shutdown_timeout=30.0,
         log_level="info",
+        enable_faults=False,
     )
     assert not settings([]).changed
 
@@ -145,6 +148,11 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
         ("cors_origin", "example.org"),
         ("cors_origin", "https://example.org/page"),
         ("cors_origin", "null"),
+        ("fault", "meteor"),
+        ("fault", "step-raises:token"),
+        ("fault", "step-raises:token=x"),
+        ("fault", "step-raises:colour=1"),
+        ("fault", "step-raises:every=0"),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_it_was_given_under(name: str, text: str) -> None:
@@ -155,6 +163,15 @@ def test_a_bad_value_is_refused_by_the_name_it_was_given_under(name: str, text: 
     if text:
         with pytest.raises(SettingsError, match="^OCTAVO_" + name.upper()):
             settings([], {"OCTAVO_" + name.upper(): text})
+
+
+def test_faults_are_refused_unless_they_are_enabled() -> None:
+    for given in ({"OCTAVO_FAULT": "step-hangs"}, {"OCTAVO_FAULT": "step-hangs", "OCTAVO_ENABLE_FAULTS": "0"}):
+        with pytest.raises(SettingsError, match="--enable-faults"):
+            settings([], given)
+    faults = ("step-raises:token=7", "engine-killed:step=3:life=0")
+    resolved = settings(["--enable-faults"], {"OCTAVO_FAULT": ",".join(faults)})
+    assert (resolved.engine.fault, resolved.server.enable_faults) == (faults, True)
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
