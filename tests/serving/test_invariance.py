@@ -1,0 +1,126 @@
+"""A request's tokens and log-probabilities have the same bits whatever else is served, and however it is computed.
+
+`make invariance` runs it with 500 prompts.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.invariance import OUTPUT_TOKENS, Answers, Conditions, Loaded, renumbered, varied_requests
+
+from octavo.model.attention import AttentionBackend
+from octavo.model.attention.reference import ReferenceAttention
+from octavo.scheduler.messages import Submission
+
+PROMPTS = int(os.environ.get("OCTAVO_INVARIANCE_PROMPTS", "8"))
+DTYPES = os.environ.get("OCTAVO_INVARIANCE_DTYPES", "bfloat16").split()
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def model(request: pytest.FixtureRequest) -> Loaded:
+    return Loaded(request.param)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Submission]:
+    return varied_requests(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Loaded, requests: list[Submission]) -> Answers:
+    """Each request with nobody beside it, its prompt in one piece as far as a step is large enough."""
+    assert model.ready.batch_invariant
+    return model.answer(requests, Conditions(rows=1))
+
+
+def shuffled(requests: list[Submission], seed: int) -> list[Submission]:
+    return random.Random(seed).sample(requests, len(requests))
+
+
+def equal(found: Answers, expected: Answers, requests: list[Submission]) -> bool:
+    numbers = [request.request for request in requests]
+    return found.of(numbers) == expected.of(numbers)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16, 64])
+def test_in_mixed_batches(model: Loaded, requests: list[Submission], alone: Answers, rows: int) -> None:
+    assert equal(model.answer(shuffled(requests, rows), Conditions(rows=rows)), alone, requests)
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_in_chunks(model: Loaded, requests: list[Submission], alone: Answers, tokens: int) -> None:
+    conditions = Conditions(rows=min(tokens, 24), tokens=tokens)
+    assert equal(model.answer(shuffled(requests, tokens), conditions), alone, requests)
+
+
+def test_on_a_prefix_hit(model: Loaded, requests: list[Submission], alone: Answers) -> None:
+    found = model.answer(requests, Conditions(rows=16, rounds=2, blocks=model.ready.blocks))
+    assert found.cached_tokens > 0
+    assert equal(found, alone, requests)
+
+
+def test_preempted_and_resumed(model: Loaded, requests: list[Submission], alone: Answers) -> None:
+    longest = max(len(request.prompt) for request in requests) + OUTPUT_TOKENS
+    found = model.answer(requests, Conditions(rows=32, blocks=-(-longest // 16) + 4))
+    assert found.preemptions > 0
+    assert equal(found, alone, requests)
+
+
+def test_after_an_engine_restart(model: Loaded, requests: list[Submission], alone: Answers) -> None:
+    """A new engine, perhaps after a crash, is given the prompt and the tokens that were sent already."""
+    half = OUTPUT_TOKENS // 2
+    plain = [request for request in requests if request.params.repetition_penalty == 1]
+    continued = [
+        msgspec.structs.replace(
+            request,
+            prompt=request.prompt + tuple(alone.tokens[request.request][:half]),
+            max_tokens=OUTPUT_TOKENS - half,
+        )
+        for request in plain
+    ]
+    found = Loaded(model.ready.dtype).answer(continued, Conditions(rows=32))
+    for request in plain:
+        assert found.tokens[request.request] == alone.tokens[request.request][half:]
+        assert found.logprobs[request.request] == alone.logprobs[request.request][half:]
+
+
+def test_choices_of_one_prompt_in_any_order(model: Loaded, requests: list[Submission], alone: Answers) -> None:
+    """Beside the request itself, whose seed stays, stand its siblings with seeds of their own."""
+    sampled = [request for request in requests if request.params.temperature > 0]
+    choices = [
+        renumbered(
+            msgspec.structs.replace(request, params=replace(request.params, seed=seed)), 10_000 * seed + request.request
+        )
+        for request in sampled
+        for seed in (11, 12, 13)
+    ]
+    first = model.answer([*sampled, *choices])
+    second = model.answer(shuffled([*choices, *sampled], 4), Conditions(rows=7))
+    assert equal(first, second, [*sampled, *choices])
+    assert equal(first, alone, sampled)
+    assert len({tuple(first.tokens[choice.request]) for choice in choices}) > len(choices) // 2
+
+
+def test_attention_whose_sums_depend_on_the_length_of_the_row_is_found_out(
+    model: Loaded, requests: list[Submission]
+) -> None:
+    """The comparison has power: attention in one piece per row, as libraries do it, does not pass it."""
+    longest = sorted(requests, key=lambda request: len(request.prompt))[-3:]
+    short = [msgspec.structs.replace(request, max_tokens=6) for request in longest]
+    runner = model.runner
+    ours, runner._attention, record, runner._record = runner._attention, plain_attention(model), runner._record, None
+    repeats, runner._repeats = runner._repeats, {}
+    try:
+        by_itself = model.answer(short, Conditions(rows=1))
+        in_chunks = model.answer(short, Conditions(rows=3, tokens=16))
+    finally:
+        runner._attention, runner._record, runner._repeats = ours, record, repeats
+    assert not equal(by_itself, in_chunks, short)
+
+
+def plain_attention(model: Loaded) -> AttentionBackend:
+    ours = model.runner._attention
+    return ReferenceAttention(model.runner.model.config, ours._store)  # type: ignore[attr-defined]
