@@ -31,6 +31,10 @@ class SamplingParams:
     """Over output tokens only, times the number of occurrences."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits: pairs of token id and bias; -100 forbids a token, 100 forces it."""
+    allowed: bytes | None = None
+    """The only tokens that may be chosen, as a mask of the kind in `Row`; the scheduler narrows it for each row."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output must not contain; with them, `allowed` is set too."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0

@@ -12,6 +12,7 @@ Rules it keeps:
   Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
 - After a failure only suspects run, group by group, until the one to blame is found (`blame`).
+- A request whose next tokens depend on words that it forbids runs once its last token is known.
 - The work of a step is proportional to the tokens it computes, never to the length of a request.
 """
 
@@ -126,7 +127,7 @@ class Scheduler:
     def _continue_running(self, draft: Draft) -> None:
         for request in tuple(self._running.values()):
             count = min(request.remaining, draft.budget)
-            if count == 0 or request.slot is None or request is draft.left_out:
+            if count == 0 or request.slot is None or request is draft.left_out or request.unknown:
                 continue
             if self._grow(request, request.slot, count, draft):
                 self._add_row(request, request.slot, count, draft)
@@ -217,7 +218,8 @@ class Scheduler:
         start, end = request.computed, request.computed + count
         sample = end == request.known + request.pending and request.limit > 0
         score = start < request.scores and request.scored < min(end, request.scores)
-        draft.rows.append((Row(slot, start, count, sample, score), request))
+        mask = request.next_mask() if sample else None
+        draft.rows.append((Row(slot, start, count, sample, score, mask), request))
         draft.budget -= count
         request.computed = end
         request.pending += sample

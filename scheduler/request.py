@@ -7,6 +7,7 @@ import msgspec
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
+from octavo.scheduler.restrictions import next_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,15 @@ class Request:
     def remaining(self) -> int:
         """Tokens that could be computed now. 0 if its last token is in flight."""
         return min(self.known + self.pending, self.span) - self.computed
+
+    @property
+    def unknown(self) -> bool:
+        """Whether what it may sample next depends on a token that is still in flight."""
+        return self.pending > 0 and bool(self.params.bad_words)
+
+    def next_mask(self) -> bytes | None:
+        """Which tokens it may sample next; None: all of them."""
+        return next_mask(self.params, self.output, self.pending, self.ending_ids)
 
     @property
     def scores(self) -> int:

@@ -103,6 +103,8 @@ def _rendered(body: SamplingFields, prepared: Prepared, prefix: str) -> list[dic
     """Each prompt as the engine would get it, in the shape of vLLM's render routes."""
     name = f"{prefix}-{uuid.uuid4().hex}"
     sampling = asdict(prepared.params[0]) | {"n": prepared.choices, "stop": body.stop, "seed": body.seed}
+    del sampling["allowed"]  # a mask; the client's own list says the same
+    sampling |= {"allowed_token_ids": body.allowed_token_ids, "bad_words": body.bad_words}
     return [
         {
             "request_id": f"{name}-{index}",

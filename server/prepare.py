@@ -5,8 +5,8 @@ All checks that need the model (its vocabulary, its context) are made before the
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from octavo.model.philox import choice_seed
 from octavo.model.step import SamplingParams
@@ -14,6 +14,7 @@ from octavo.scheduler.messages import Ready
 from octavo.server.errors import invalid
 from octavo.server.prompts import check_ids, encode_prompt, limit, needed_room, render, truncate
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from octavo.server.restrictions import restrictions
 from octavo.server.sampling_defaults import SamplingDefaults
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer
@@ -42,6 +43,14 @@ class GenerationOptions:
         if self.max_tokens_policy == "auto":
             return endpoint == "completions"
         return self.max_tokens_policy == "strict"
+
+
+class _Server(NamedTuple):
+    """What requests are checked against."""
+
+    tokenizer: Tokenizer
+    ready: Ready
+    options: GenerationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ async def prepare_completion(
     strict = strict and given is not None  # the default gives way to a long prompt
     limits = tuple(limit(asked, len(prompt), context, "prompt", strict=strict) for prompt in prompts)
     echoed = request.logprobs if request.echo else None
-    return _prepared(request, tuple(prompts), limits, (request.logprobs, echoed), (ready, options))
+    return _prepared(request, tuple(prompts), limits, (request.logprobs, echoed), _Server(tokenizer, ready, options))
 
 
 async def prepare_chat(
@@ -122,7 +131,7 @@ async def prepare_chat(
     prompt = tuple(truncate(ids, request, context, needed_room(asked, strict=strict)))
     most = limit(asked, len(prompt), context, "messages", strict=strict)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _prepared(request, (prompt,), (most,), (logprobs, None), (ready, options))
+    return _prepared(request, (prompt,), (most,), (logprobs, None), _Server(tokenizer, ready, options))
 
 
 def _prepared(
@@ -130,7 +139,7 @@ def _prepared(
     prompts: tuple[tuple[int, ...], ...],
     limits: tuple[int, ...],
     logprobs: tuple[int | None, int | None],
-    server: tuple[Ready, GenerationOptions],
+    server: _Server,
 ) -> Prepared:
     """logprobs: alternatives of each sampled and of each prompt token."""
     if request.prompt_logprobs is not None and request.stream:
@@ -144,20 +153,19 @@ def _prepared(
     minimum = request.min_tokens or 0
     if minimum > min(limits):
         raise invalid("min_tokens", f"'min_tokens' ({minimum}) is above the room for new tokens ({min(limits)}).")
-    params = tuple(_sampling_params(request, choice_seed(seed, i), logprobs, server) for i in range(choices))
+    params = _sampling_params(request, logprobs, server)
+    params_of_choices = tuple(replace(params, seed=choice_seed(seed, i)) for i in range(choices))
     salt = request.cache_salt.encode() if request.cache_salt else b""
-    return Prepared(prompts, choices, limits, seed, params, salt)
+    return Prepared(prompts, choices, limits, seed, params_of_choices, salt)
 
 
 def _sampling_params(
-    request: SamplingFields,
-    seed: int,
-    logprobs: tuple[int | None, int | None],
-    server: tuple[Ready, GenerationOptions],
+    request: SamplingFields, logprobs: tuple[int | None, int | None], server: _Server
 ) -> SamplingParams:
-    """Bring nulls to their defaults and check every token id against the width of the logits."""
-    ready, defaults = server[0], server[1].defaults
+    """Bring nulls to their defaults and check every token id against the width of the logits. Leaves the seed out."""
+    ready, defaults = server.ready, server.options.defaults
     scored = [count for count in (logprobs[1], request.prompt_logprobs) if count is not None]
+    allowed, bad_words = restrictions(request, server.tokenizer, ready.vocabulary)
     if request.logit_bias:
         check_ids(request.logit_bias, ready.vocabulary, "logit_bias", "logit_bias")
     if request.stop_token_ids:
@@ -171,11 +179,12 @@ def _sampling_params(
         top_p=top_p,
         top_k=0 if top_k >= ready.vocabulary else top_k,
         min_p=_given(request, "min_p", defaults.min_p),
-        seed=seed,
         repetition_penalty=_given(request, "repetition_penalty", defaults.repetition_penalty),
         presence_penalty=_given(request, "presence_penalty", 0.0),
         frequency_penalty=_given(request, "frequency_penalty", 0.0),
         logit_bias=tuple(request.logit_bias.items()),
+        allowed=allowed,
+        bad_words=bad_words,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         min_tokens=request.min_tokens or 0,

@@ -16,6 +16,7 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
+MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_DEPTH = 32
@@ -25,9 +26,7 @@ R = TypeVar("R", bound=BaseModel)
 
 # Fields that change the answer and are not built, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": (None, []),
     "chat_template": (None,),
     "documents": (None,),
     "function_call": (None, "none"),
@@ -101,6 +100,7 @@ def _token_ids(value: Any, where: str) -> list[int]:
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -181,6 +181,8 @@ class SamplingFields(_Request):
         WithJsonSchema({"type": ["string", "array", "null"], "items": {"type": "string"}}),
     ] = Field([], max_length=MAX_STOPS)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
     min_tokens: int | None = Field(0, ge=0, lt=2**31)
     ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False

@@ -1,9 +1,11 @@
 """Any order of arrivals, steps, landings, aborts and failures keeps the books in order and every answer right."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.scheduling import BLOCK_SIZE, Driver, check, make_scheduler, submission
+from support.scheduling import BLOCK_SIZE, Driver, check, make_scheduler, mask_of, submission
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import Submission
@@ -24,7 +26,19 @@ parameters = st.builds(
     min_tokens=st.sampled_from([0, 2]),
     stop_token_ids=st.sampled_from([(), (5, 6, 7, 8, 9)]),
     prompt_logprobs=st.sampled_from([None, None, 1]),
+    allowed=st.sampled_from([None, None, mask_of(range(61)), mask_of(range(0, 61, 2)), mask_of([0, 5, 7, 20])]),
 )
+WORDS = [(5,), (7, 20), (20, 20, 20), (0,), (8, 10, 12)]
+
+
+def with_bad_words(params: SamplingParams, words: list[tuple[int, ...]]) -> SamplingParams:
+    """Where all tokens are allowed the server says so if there are words."""
+    if not words:
+        return params
+    return dataclasses.replace(params, allowed=params.allowed or mask_of(range(61)), bad_words=tuple(words))
+
+
+parameters = st.builds(with_bad_words, parameters, st.lists(st.sampled_from(WORDS), max_size=3, unique=True))
 
 
 class SchedulerMachine(RuleBasedStateMachine):

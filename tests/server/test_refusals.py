@@ -240,3 +240,24 @@ def test_the_openapi_document_describes_the_bodies(live: Live) -> None:
     schemas = document["components"]["schemas"]
     assert {"CompletionRequest", "ChatRequest", "Message"} <= schemas.keys()
     assert "#/$defs" not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, VOCABULARY]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "], "allowed_token_ids": [5]}, "bad_words"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"bad_words": ["x1y2z3" * 40] * 20}, "bad_words"),
+        ({"bad_words": ["the"], "allowed_token_ids": "THE"}, "bad_words"),
+    ],
+)
+def test_restrictions_that_make_no_sense_are_refused(live: Live, fields: dict, param: str) -> None:
+    if fields.get("allowed_token_ids") == "THE":
+        fields = fields | {"allowed_token_ids": live.tokenizer.encode("the", add_special_tokens=False)}
+    refused(live, "/v1/completions", {"model": "smollm2", "prompt": "a", **fields}, param)

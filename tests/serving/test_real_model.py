@@ -136,3 +136,16 @@ def test_a_server_that_reserves_never_preempts_and_gives_the_same_tokens(live: L
         assert small.metric("octavo_preemptions_total") == 0
     assert all(choice["finish_reason"] == "length" for choice in reserved)
     assert reserved == at_once(live, requests)
+
+
+def test_only_allowed_tokens_are_sampled_and_no_forbidden_word_is_written(live: Live) -> None:
+    numbers = [live.tokenizer.encode(str(digit), add_special_tokens=False)[0] for digit in range(10)]
+    for stream in ({"temperature": 0}, {"temperature": 1.5, "seed": 4}):
+        choice = live.completion(prompt="1, 2, 3", max_tokens=12, allowed_token_ids=numbers, **stream)["choices"][0]
+        assert choice["text"].isdigit()
+    request = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    free = live.completion(**request)["choices"][0]["text"]
+    assert " Paris" in free
+    bound = live.completion(**request, bad_words=["Paris"])["choices"][0]["text"]
+    assert "Paris" not in bound
+    assert bound[: free.index(" Paris")] == free[: free.index(" Paris")], "nothing changes before the word"

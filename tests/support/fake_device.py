@@ -56,7 +56,7 @@ class ScriptedRunner:
     `next_token` may return None: the row's logits are then not finite, and it fails. It may raise: then the step does.
     Log-probabilities belong to a real distribution over the vocabulary, in which the token k places after the likeliest
     one (counted round the vocabulary) has a probability proportional to 1 / ((k + 1)(k + 2)). Sampling is greedy;
-    of the parameters only min_tokens, logprobs and prompt_logprobs have an effect.
+    of the parameters only min_tokens, logprobs and prompt_logprobs have an effect, and masks do.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ScriptedRunner:
         if likeliest is None or scores is None:
             slot.tokens.append(0)  # rows that are queued behind it run all the same
             return RowResult(failed=True)
-        token = self._sample(slot, likeliest)
+        token = self._sample(slot, row, likeliest)
         alternatives = slot.params.logprobs
         logprobs = None if alternatives is None else token_logprobs(token, likeliest, alternatives, self.vocabulary)
         slot.tokens.append(token)
@@ -154,9 +154,12 @@ class ScriptedRunner:
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.blocks[position // self.block_size], position % self.block_size
 
-    def _sample(self, slot: Slot, likeliest: int) -> int:
+    def _sample(self, slot: Slot, row: Row, likeliest: int) -> int:
         token = likeliest
-        if len(slot.tokens) - slot.prompt_length < slot.params.min_tokens:
+        if row.mask is not None:
+            while not row.mask[token // 8] >> token % 8 & 1:
+                token = (token + 1) % self.vocabulary
+        elif len(slot.tokens) - slot.prompt_length < slot.params.min_tokens:
             while token in slot.ending_ids:
                 token = (token + 1) % self.vocabulary
         return token

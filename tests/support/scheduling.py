@@ -46,6 +46,11 @@ def submission(
     )
 
 
+def mask_of(tokens: Iterable[int]) -> bytes:
+    """A mask of the vocabulary that allows these tokens."""
+    return sum(1 << token for token in set(tokens)).to_bytes(8, "little")
+
+
 def make_scheduler(
     blocks: int = 32,
     rows: int = 4,
@@ -89,8 +94,7 @@ class Expected:
             likeliest = token = next_token([*request.prompt, *self.tokens])
             if likeliest is None or token is None:
                 return "error"
-            masked = len(self.tokens) < params.min_tokens
-            while masked and token in endings:
+            while self._forbids(params, endings, token):
                 token = (token + 1) % VOCABULARY
             self.tokens.append(token)
             alternatives = params.logprobs
@@ -101,6 +105,11 @@ class Expected:
                 self.stop_id = None if token in eos else token
                 return "stop"
         return "length"
+
+    def _forbids(self, params: SamplingParams, endings: set[int], token: int) -> bool:
+        masked = params.allowed is not None and not params.allowed[token // 8] >> token % 8 & 1
+        early = len(self.tokens) < params.min_tokens and token in endings
+        return masked or early or any([*self.tokens, token][-len(word) :] == [*word] for word in params.bad_words)
 
     def _score(self, request: Submission) -> list[TokenLogprobs]:
         alternatives = request.params.prompt_logprobs

@@ -1,0 +1,36 @@
+"""Which tokens a request may sample next, where it allows some only or forbids words."""
+
+from collections.abc import Iterator, Sequence
+
+from octavo.model.step import SamplingParams
+
+
+def next_mask(params: SamplingParams, output: Sequence[int], pending: int, ending_ids: Sequence[int]) -> bytes | None:
+    """Return the mask of a `Row` that samples behind `output` and `pending` more tokens; None where all are allowed.
+
+    As in vLLM, a word of several tokens is prevented by forbidding its last one behind the others, and only what is
+    generated counts: with bad words nothing may be pending. The end of the request is forbidden until min_tokens are
+    there.
+    """
+    if params.allowed is None:
+        return None
+    mask = bytearray(params.allowed)
+    for token in _completing(params.bad_words, output):
+        _forbid(mask, token)
+    if len(output) + pending < params.min_tokens:
+        for token in ending_ids:
+            _forbid(mask, token)
+    return bytes(mask)
+
+
+def _completing(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> Iterator[int]:
+    """Yield tokens that would complete a word."""
+    for word in words:
+        *beginning, last = word
+        if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
+            yield last
+
+
+def _forbid(mask: bytearray, token: int) -> None:
+    if 0 <= token < 8 * len(mask):  # a model may declare an end of sequence that its logits cannot name
+        mask[token // 8] &= ~(1 << token % 8)
