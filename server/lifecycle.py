@@ -22,6 +22,7 @@ from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
 from octavo.server.metrics import Metrics
+from octavo.server.page import Page
 from octavo.server.prepare import GenerationOptions
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.settings import ServerSettings, Settings
@@ -123,7 +124,8 @@ class Daemon:
     async def _listening(self) -> AsyncIterator["HTTPServer"]:
         """Answer HTTP while the block runs. Raises BindError."""
         settings = self._settings.server
-        server = HTTPServer(_uvicorn_config(self._entrance, settings), self._listener)
+        app = Page(self._entrance) if settings.page else self._entrance
+        server = HTTPServer(_uvicorn_config(app, settings), self._listener)
         try:
             await server.listen()
         except OSError as error:

@@ -164,6 +164,7 @@ SETTINGS = (
         "ORIGIN",
         repeatable=True,
     ),
+    Setting("page", HTTP, boolean, True, "Show a live page at /."),
     Setting(
         "shutdown_timeout",
         HTTP,
@@ -273,6 +274,7 @@ class ServerSettings:
     metrics_open: bool
     metrics_key: str | None
     cors_origin: tuple[str, ...]
+    page: bool
     shutdown_timeout: float
     log_level: str
     enable_faults: bool

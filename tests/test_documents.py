@@ -12,7 +12,8 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUT
 def test_the_readme_lists_every_flag_and_no_other() -> None:
     table = (ROOT / "README.md").read_text().split("### Flags")[1].split("\n\n")[1]
     named = set(re.findall(r"--[a-z][a-z-]*|\| MODEL", table.replace("`--load-format random`", "")))
-    expected = {setting.flag for setting in SETTINGS} - {"--prefix-caching", "MODEL"} | {
+    expected = {setting.flag for setting in SETTINGS} - {"--page", "--prefix-caching", "MODEL"} | {
+        "--no-page",
         "--no-prefix-caching",
         "| MODEL",
     }

@@ -1,0 +1,1 @@
+import support.optional  # noqa: F401  (reads a variable before any test starts a process)
