@@ -1,21 +1,30 @@
 """The activation arena: one allocation that holds every tensor of a forward pass, placed by `arena_layout`."""
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from octavo.model.arena_layout import ArenaLayout
 
+_OTHER_TYPES: Final = {
+    **dict.fromkeys(("tokens", "positions"), torch.int32),
+    **dict.fromkeys(("logits", "logprobs"), torch.float32),
+    **dict.fromkeys(("probabilities", "ranked"), torch.float64),
+    "keys": torch.int64,
+    "flags": torch.bool,
+}
+
 
 class ActivationArena:
-    """The slab and its views. Activations are of one dtype, logits float32, token ids and positions int32."""
+    """The slab and its views. Activations are of one dtype; the areas of _OTHER_TYPES are not activations."""
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._slab = torch.empty(layout.bytes, dtype=torch.uint8, device=device)
         self._areas: dict[str, Tensor] = {}
-        other_types = {"tokens": torch.int32, "positions": torch.int32, "logits": torch.float32}
         for name, area in layout.areas.items():
             size = area.rows * area.columns * area.element_bytes
-            data = self._slab[layout.offsets[name] :][:size].view(other_types.get(name, dtype))
+            data = self._slab[layout.offsets[name] :][:size].view(_OTHER_TYPES.get(name, dtype))
             self._areas[name] = data.view(area.rows, area.columns)
 
     @property

@@ -18,9 +18,11 @@ ROW_PADDING: Final = 8
 _ALIGNMENT: Final = 64
 """Bytes of a cache line and of an AVX-512 register."""
 
-_QKV, _ATTENTION, _OUTPUT, _GATE_UP, _SILU, _DOWN, _PICK, _HEAD = range(8)
+_QKV, _ATTENTION, _OUTPUT, _GATE_UP, _SILU, _DOWN, _PICK, _HEAD, _SAMPLE = range(9)
+_SCRATCH: Final = {"probabilities": 8, "ranked": 8, "keys": 8, "flags": 1, "logprobs": 4}
+"""What sampling needs of one row, in bytes for each token of the vocabulary: `RowScratch` in draw.py."""
 BLOCK_POINTS: Final = range(_QKV, _DOWN + 1)
-"""The products and fused operations of one block, in order; the two points of the LM head follow them."""
+"""The products and fused operations of one block, in order; those of the LM head and of sampling follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +61,24 @@ def load(areas: Iterable[Area], points: Iterable[int]) -> int:
     return max(sum(area.nbytes for area in areas if point in area.points) for point in points)
 
 
-def step_areas(config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int) -> tuple[Area, ...]:
+def step_areas(
+    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1
+) -> tuple[Area, ...]:
     """All tensors of a forward pass over max_tokens tokens, of which max_rows at a time meet the LM head.
 
     `to_attention` and `to_feed_forward` are the normed spine; the branches leave their results in the same bytes, from
     where they are added to the spine. SiLU(gate) * up overwrites the gate half, so it needs no area. The logits are
     float32 straight from the product: 4V bytes a row where a half-precision product and its copy would take 6V. The
-    last norm's output outlives a slice of logits, since a scored prompt takes several slices.
+    last norm's output outlives a slice of logits, since a scored prompt takes several slices. From the logits tokens
+    are sampled row by row, in the scratch of one row: 29V bytes of what the rest of the pass has left.
+
+    With tensor parallelism a rank computes its part of the vocabulary and samples from the whole.
 
     The order is that of placement. The longest-lived come first, `to_feed_forward` right after the area whose bytes it
     takes over, so that no gap is left between them.
     """
     tokens, rows = padded(max_tokens), padded(max_rows)
-    whole_pass = range(_HEAD + 1)
+    whole_pass = range(_SAMPLE + 1)
 
     def activation(name: str, columns: int, points: Iterable[int]) -> Area:
         return Area(name, tokens, columns, element_bytes, frozenset(points))
@@ -79,24 +86,27 @@ def step_areas(config: ModelConfig, max_tokens: int, max_rows: int, element_byte
     return (
         Area("tokens", tokens, 1, 4, frozenset(whole_pass)),
         Area("positions", tokens, 1, 4, frozenset(whole_pass)),
-        activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD)),
+        activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD, _SAMPLE)),
         activation("to_feed_forward", config.width, (_OUTPUT, _GATE_UP)),
         activation("spine", config.width, BLOCK_POINTS),
         activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)),
         activation("qkv", config.q_width + 2 * config.kv_width, (_QKV, _ATTENTION)),
         activation("attended", config.q_width, (_ATTENTION, _OUTPUT)),
+        Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD, _SAMPLE))),
         Area("picked", rows, config.width, element_bytes, frozenset((_PICK, _HEAD))),
-        Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD,))),
+        *(Area(name, 1, ranks * config.vocabulary, size, frozenset((_SAMPLE,))) for name, size in _SCRATCH.items()),
     )
 
 
-def arena_layout(config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int) -> ArenaLayout:
+def arena_layout(
+    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1
+) -> ArenaLayout:
     """Place the areas in the order they are listed, each at the lowest offset free at all of its points.
 
     For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
     size is the load of the fullest point.
     """
-    areas = step_areas(config, max_tokens, max_rows, element_bytes)
+    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks)
     offsets: dict[str, int] = {}
     for area in areas:
         rivals = [other for other in areas if other.name in offsets and other.points & area.points]
@@ -111,7 +121,7 @@ def bytes_in_use(config: ModelConfig, tokens: int, rows: int, element_bytes: int
 
     Of the largest step it is the size of the arena.
     """
-    return load(step_areas(config, tokens, rows, element_bytes), range(_HEAD + 1)) if tokens else 0
+    return load(step_areas(config, tokens, rows, element_bytes), range(_SAMPLE + 1)) if tokens else 0
 
 
 def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:

@@ -1,59 +1,78 @@
-"""Drawing a token from processed logits: temperature, top_k, top_p, min_p and the inversion of the distribution.
+"""Drawing a token from one row of processed logits: temperature, top_k, top_p, min_p and the inversion of what is left.
 
 What is kept is a prefix of the tokens ranked by logit, equal logits by id, lower first:
 top_k keeps the first k; top_p the shortest prefix whose share of what top_k kept reaches p, at least one token; min_p
 the tokens at least min_p times as likely as the first. The token drawn is then the first, in the order of ids, at which
 the running sum over the kept tokens exceeds noise times their whole sum.
 
-Probabilities and sums are float64. A row's bits depend on nothing but the row: exponentials are left to softmax, which
-works row by row, because an elementwise `exp` rounds an element differently when the rows around it move it between
-the vectorised part of the loop and its tail; and nothing is summed in an order that depends on the number of rows.
+Probabilities and sums are float64. Rows are taken one at a time, through the scratch of one row that the arena holds:
+so nothing is allocated, what is computed stays in a processor's cache, and a row's bits depend on nothing but the row.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.model.slots import Records
+from octavo.model.arena import ActivationArena
+from octavo.model.slots import Record
 
 _CANDIDATES = 1024
 """How many of the most likely tokens are ranked first; the whole vocabulary only where they do not settle a row."""
 _ID_BITS = 0xFFFFFFFF
 
 
-def draw(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor:
-    """Draw one token for each row by temperature and min_p alone: int64 [rows].
+@dataclass(frozen=True, slots=True)
+class RowScratch:
+    """The arena's areas for what is computed of one row; each [vocabulary] and overwritten by every function here."""
 
-    logits: float32 [rows, vocabulary], minus infinity where a token is forbidden; records: [rows], the rows' sampling
-    parameters with temperatures above 0; noise: [rows], each within (0, 1).
+    probabilities: Tensor
+    """float64; also counts of tokens."""
+    ranked: Tensor
+    """float64: probabilities by rank, or the parts of a key."""
+    keys: Tensor
+    """int64: what tokens are ranked by."""
+    flags: Tensor
+    """bool"""
+    logprobs: Tensor
+    """float32: raw log-probabilities, kept until the row's token is chosen."""
+
+    @classmethod
+    def of(cls, arena: ActivationArena) -> Self:
+        """Name the areas."""
+        return cls(*(arena.view(name, 1)[0] for name in ("probabilities", "ranked", "keys", "flags", "logprobs")))
+
+    @property
+    def half_ranked(self) -> Tensor:
+        """The bytes of `ranked` as float32 [vocabulary]."""
+        return self.ranked.view(torch.float32)[: len(self.ranked)]
+
+
+def draw(logits: Tensor, record: Record, noise: float, scratch: RowScratch) -> Tensor:
+    """Draw one token by temperature and min_p alone: int64 [1].
+
+    logits: float32 [vocabulary], minus infinity where a token is forbidden; record: the row's sampling parameters with
+    a temperature above 0; noise: within (0, 1).
     """
-    weights = _probabilities(logits, records)
-    if records["min_p"].any():
-        floor = _column(records["min_p"], weights) * weights.amax(dim=1, keepdim=True)
-        weights.masked_fill_(weights < floor, 0)
+    weights, min_p = probabilities(logits, record, scratch), float(record["min_p"])
+    if min_p > 0:
+        torch.lt(weights, min_p * weights.max(), out=scratch.flags)
+        weights.masked_fill_(scratch.flags, 0)
     return _invert(weights, noise)
 
 
-def draw_truncated(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor:
+def draw_truncated(logits: Tensor, record: Record, noise: float, scratch: RowScratch) -> Tensor:
     """Draw as `draw` does, but also by top_k and top_p. Both are exact, however many tokens they keep."""
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    waiting = np.arange(len(logits))
-    for count in (_CANDIDATES, logits.shape[1]):
-        rows = waiting.tolist()
-        weights, settled = _truncate(take_rows(logits, rows), records[waiting], count)
-        chosen[rows] = _invert(weights, noise[waiting])
-        waiting = waiting[~settled]
-        if not len(waiting):
+    vocabulary, top_k = len(logits), int(record["top_k"])
+    for count in (min(_CANDIDATES, vocabulary), vocabulary):
+        weights = probabilities(logits, record, scratch)
+        ids = most_likely(logits, count, scratch)
+        ranked = torch.gather(weights, 0, ids, out=scratch.ranked[:count])
+        kept = _kept(ranked, record, scratch)
+        if kept < count and (top_k <= count or top_k == vocabulary):
             break
-    return chosen
-
-
-def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some rows of values, in ascending order: values itself where these are all."""
-    return values if len(rows) == len(values) else values[rows]
+    return _invert(weights.zero_().scatter_(0, ids[:kept], ranked[:kept]), noise)
 
 
 def largest(logits: Tensor) -> Tensor:
@@ -64,76 +83,63 @@ def largest(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(axis=1))
 
 
-def most_likely(values: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` largest values of each row, equal values by id: int64 [rows, count].
+def most_likely(values: Tensor, count: int, scratch: RowScratch) -> Tensor:
+    """Return the ids of the `count` largest values, equal values by id: int64 [count], in the scratch on a CPU.
 
-    values: float32 [rows, vocabulary].
+    values: float32 [vocabulary]; count: at most as many.
     """
-    keys = _ranking_keys(values)
+    keys = ranking_keys(values, scratch)
     if not keys.is_cpu:
-        return keys.topk(count, dim=1, largest=False).values & _ID_BITS
-    # So do its selection and its sort.
-    smallest = keys.numpy()
-    if count < len(smallest[0]):
-        smallest = np.partition(smallest, count, axis=1)[:, :count]
-    return torch.from_numpy(np.sort(smallest, axis=1)) & _ID_BITS
+        return keys.topk(count, largest=False).values & _ID_BITS
+    # numpy's vectorised selection and sort take a tenth of the time of torch's.
+    array = keys.numpy()
+    if count < len(array):
+        array.partition(count)
+    array[:count].sort()
+    return keys[:count].bitwise_and_(_ID_BITS)
 
 
-def _ranking_keys(values: Tensor) -> Tensor:
+def ranking_keys(values: Tensor, scratch: RowScratch) -> Tensor:
     """Return distinct integers that ascend where values descend and, among equals, where ids ascend: int64."""
+    vocabulary, words = len(values), scratch.ranked.view(torch.int32)
+    bits, signs = words[:vocabulary], words[vocabulary:]
     # Adding 0 turns -0.0 into 0.0. The bits of a float32 ascend with its value, those of a negative one descend.
-    bits = (values + 0.0).view(torch.int32)
-    descending = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).bitwise_not_()
-    return descending.long().bitwise_left_shift_(32).add_(torch.arange(values.shape[1], device=values.device))
+    torch.add(values, 0.0, out=scratch.half_ranked)
+    torch.bitwise_right_shift(bits, 31, out=signs)
+    bits.bitwise_xor_(signs.bitwise_and_(0x7FFFFFFF)).bitwise_not_()
+    keys = scratch.keys.copy_(bits).bitwise_left_shift_(32)
+    return keys.add_(torch.arange(vocabulary, out=scratch.ranked.view(torch.int64)))
 
 
-def _probabilities(logits: Tensor, records: Records) -> Tensor:
-    """Return softmax(logits / temperature): float64 [rows, vocabulary]."""
+def probabilities(logits: Tensor, record: Record, scratch: RowScratch) -> Tensor:
+    """Return softmax(logits / temperature): float64 [vocabulary], in scratch.probabilities.
+
+    Exponentials are left to softmax: an elementwise `exp` rounds an element differently where its neighbours move it
+    between the vectorised part of the loop and its tail.
+    """
     # With the largest logit subtracted first, a tiny temperature overflows to minus infinity only.
-    scaled = logits.double().sub_(logits.amax(dim=1, keepdim=True))
-    return scaled.div_(_column(records["temperature"], logits)).softmax(dim=1)
+    scaled = scratch.probabilities.copy_(logits).sub_(logits.max()).div_(float(record["temperature"]))
+    return torch.softmax(scaled, 0, out=scaled)
 
 
-def _truncate(logits: Tensor, records: Records, count: int) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return each row's probabilities [rows, vocabulary], 0 where a token is not kept, looking at `count` tokens only.
+def _kept(ranked: Tensor, record: Record, scratch: RowScratch) -> int:
+    """Return how many of the most likely tokens are kept; overwrites scratch.probabilities.
 
-    Also tells which rows these tokens settle; all of them do where count reaches the vocabulary.
+    ranked: [count], the largest probabilities first. The result is true where it is below count, and top_k is off or
+    not above count; otherwise more tokens might be kept.
     """
-    vocabulary, top_k = logits.shape[1], records["top_k"]
-    count = min(count, vocabulary)
-    probabilities = _probabilities(logits, records)
-    ids = most_likely(logits, count)
-    ranked = probabilities.gather(1, ids)
-    kept = _kept(ranked, records, vocabulary)
-    settled = (kept < count).cpu().numpy() & ((top_k <= count) | (top_k == vocabulary))
-    ranked.masked_fill_(torch.arange(count, device=logits.device) >= kept[:, None], 0)
-    return probabilities.zero_().scatter_(1, ids, ranked), settled | (count == vocabulary)
-
-
-def _kept(ranked: Tensor, records: Records, vocabulary: int) -> Tensor:
-    """Return how many of the most likely tokens each row keeps: [rows].
-
-    ranked: [rows, count], the largest probabilities first. The result is true where it is below count, and top_k is
-    off or not above count; otherwise more tokens might be kept.
-    """
-    top_k, top_p, min_p = (_column(records[name], ranked) for name in ("top_k", "top_p", "min_p"))
-    cumulative = ranked.cumsum(dim=1)
-    of_top_k = cumulative.gather(1, (top_k - 1).clamp(max=ranked.shape[1] - 1))
-    whole = torch.where(top_k < vocabulary, of_top_k, 1.0)
+    count, vocabulary, flags = len(ranked), len(scratch.probabilities), scratch.flags[: len(ranked)]
+    top_k, top_p, min_p = int(record["top_k"]), float(record["top_p"]), float(record["min_p"])
+    cumulative = torch.cumsum(ranked, 0, out=scratch.probabilities[:count])
+    whole = float(cumulative[min(top_k, count) - 1]) if top_k < vocabulary else 1.0
     # A top_p of 1 keeps all, even where rounding lets the sum reach 1 before the last token.
-    nucleus = torch.where(top_p < 1, (cumulative < top_p * whole).sum(dim=1, keepdim=True) + 1, vocabulary)
-    likely = (ranked >= min_p * ranked[:, :1]).sum(dim=1, keepdim=True)
-    return torch.minimum(torch.minimum(top_k, nucleus), likely)[:, 0]
+    nucleus = int(torch.lt(cumulative, top_p * whole, out=flags).sum()) + 1 if top_p < 1 else vocabulary
+    likely = int(torch.ge(ranked, min_p * ranked[0], out=flags).sum())
+    return min(top_k, nucleus, likely)
 
 
-def _invert(weights: Tensor, noise: NDArray[np.float64]) -> Tensor:
-    """Return the first token at which the running sum exceeds noise times the sum; overwrites weights."""
-    running = weights.cumsum_(dim=1)
-    target = running[:, -1:] * _column(noise, weights)
+def _invert(weights: Tensor, noise: float) -> Tensor:
+    """Return the first token at which the running sum exceeds noise times the sum: int64 [1]; overwrites weights."""
+    running = weights.cumsum_(0)
     # A row that is not finite finds no token; it is reported as failed, but its id must stay within the vocabulary.
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
-
-
-def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    """Return host values [rows] as a tensor [rows, 1] on the device of `like`."""
-    return torch.from_numpy(values.copy()).to(like.device, non_blocking=True)[:, None]
+    return torch.searchsorted(running, running[-1:] * noise, right=True).clamp_(max=len(weights) - 1)

@@ -89,7 +89,7 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     """
     rank = rank_shape(config, formats.ranks)
     lines = {
-        "arena": arena_layout(rank, limits.max_tokens, limits.max_rows, formats.activations).bytes,
+        "arena": arena_layout(rank, limits.max_tokens, limits.max_rows, formats.activations, formats.ranks).bytes,
         "token ids of all slots": limits.slot_bytes,
         "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),

@@ -15,6 +15,7 @@ from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import arena_layout, bytes_in_use
 from octavo.model.attention import AttentionBackend
 from octavo.model.attention.load import load_attention
+from octavo.model.draw import RowScratch
 from octavo.model.kernels import Kernels
 from octavo.model.memory import RunnerLimits, kv_layout
 from octavo.model.sampling import Sampled, Sampler
@@ -138,13 +139,12 @@ class ModelRunner:
     def _activations(self, tokens: int, rows: _Rows) -> int:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
         logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
-        kept = self._slots.tokens.nbytes + self.model.rope.nbytes
+        kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
         return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize)
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
         self._slots.clear()
-        self._sampler.reset()
 
     def _forward(self, step: Step) -> None:
         """Compute the final norm of every token of the step, and append its K and V to the cache."""
@@ -211,5 +211,4 @@ def build_runner(
     workspaces += kernels.threads * model.scratch_nbytes
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     load_weights(checkpoint, model.destinations(), progress)
-    sampler = Sampler(config.vocabulary, slots, limits.max_rows)
-    return ModelRunner(model, attention, slots, sampler, arena, kernels.record)
+    return ModelRunner(model, attention, slots, Sampler(slots, RowScratch.of(arena)), arena, kernels.record)

@@ -3,10 +3,10 @@
 Logits are processed in this order: logit_bias, penalties, masks, temperature, top_k, top_p, min_p. The noise of a draw
 depends on the request's seed and the token's position alone. Equal logits rank by token id, lower first.
 Log-probabilities come from the raw logits. A row's result has the same bits whatever other rows are sampled with it,
-and a row that needs little does not pay for one that needs more.
+and a row that needs little does not pay for one that needs more. Rows that need more than their largest logit go one
+at a time through the arena's scratch of one row, so the sampler allocates nothing but its results.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,16 +14,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.model.draw import draw, draw_truncated, largest, most_likely, take_rows
+from octavo.model.draw import RowScratch, draw, draw_truncated, largest, most_likely
+from octavo.model.penalties import penalise_occurrence, penalise_repetition
 from octavo.model.philox import uniforms
-from octavo.model.slots import IntArray, Records, SlotTable
+from octavo.model.slots import IntArray, Record, Records, SlotTable
 from octavo.model.step import RowResult, TokenLogprobs
 
 Flags = NDArray[np.bool_]
 
-_ELEMENTS_AT_ONCE = 1 << 20
-"""Rows are taken in parts of about this many logits, which bounds the temporaries: at most about 40 bytes a logit."""
-_LARGEST_LOGIT = torch.finfo(torch.float32).max
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Log-probabilities of one row, where the device has them."""
+
+    row: int
+    logprob: Tensor
+    """float32 [1]: of the row's token."""
+    top_ids: Tensor
+    """int32 [alternatives], most likely first."""
+    top_logprobs: Tensor
+    """float32, shaped as top_ids."""
+
+    def to_host(self) -> "Report":
+        """Queue copies to the CPU."""
+        return Report(
+            self.row,
+            self.logprob.to("cpu", non_blocking=True),
+            self.top_ids.to("cpu", non_blocking=True),
+            self.top_logprobs.to("cpu", non_blocking=True),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,44 +50,18 @@ class Sampled:
     """Tokens of a batch of rows with their log-probabilities, where the device has them."""
 
     tokens: Tensor
-    """int32 [rows]. Always ids of the vocabulary; 0 for a failed row."""
+    """int32 [rows]. Always ids of the vocabulary; 0 for a failed row that is sampled."""
     failed: Tensor
     """bool [rows]: the row's logits held a value that is not finite, or no token was left to choose."""
-    alternatives: IntArray
-    """[rows], on the host: how many alternatives to report; -1 reports no log-probabilities."""
-    logprobs: Tensor
-    """float32 [rows]: of each token; undefined for rows that did not ask."""
-    top_ids: Tensor
-    """int32 [rows, largest number of alternatives], most likely first."""
-    top_logprobs: Tensor
-    """float32, shaped as top_ids."""
-
-    @property
-    def asked(self) -> list[int]:
-        """The rows whose log-probabilities are to be reported."""
-        rows: list[int] = np.flatnonzero(self.alternatives >= 0).tolist()
-        return rows
-
-    def part(self, rows: slice) -> "Sampled":
-        """Return views of some rows."""
-        return Sampled(
-            tokens=self.tokens[rows],
-            failed=self.failed[rows],
-            alternatives=self.alternatives[rows],
-            logprobs=self.logprobs[rows],
-            top_ids=self.top_ids[rows],
-            top_logprobs=self.top_logprobs[rows],
-        )
+    reports: tuple[Report, ...]
+    """Of the rows that asked for log-probabilities, in order."""
 
     def to_host(self) -> "Sampled":
         """Queue copies to the CPU. Complete once the device has reached this point of its stream."""
-        return replace(
-            self,
+        return Sampled(
             tokens=self.tokens.to("cpu", non_blocking=True),
             failed=self.failed.to("cpu", non_blocking=True),
-            logprobs=self.logprobs.to("cpu", non_blocking=True),
-            top_ids=self.top_ids.to("cpu", non_blocking=True),
-            top_logprobs=self.top_logprobs.to("cpu", non_blocking=True),
+            reports=tuple(report.to_host() for report in self.reports),
         )
 
     def results(self) -> list[RowResult]:
@@ -78,34 +71,25 @@ class Sampled:
             RowResult(failed=True) if bad else RowResult(token=token)
             for token, bad in zip(self.tokens.tolist(), failed, strict=True)
         ]
-        for row in self.asked:
-            if not failed[row]:
-                results[row] = replace(results[row], logprobs=self._token_logprobs(row))
+        for report in self.reports:
+            if not failed[report.row]:
+                results[report.row] = replace(results[report.row], logprobs=self._token_logprobs(report))
         return results
 
-    def _token_logprobs(self, row: int) -> TokenLogprobs:
-        count = int(self.alternatives[row])
-        ids, logprobs = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+    def _token_logprobs(self, report: Report) -> TokenLogprobs:
         return TokenLogprobs(
-            token=int(self.tokens[row]),
-            logprob=float(self.logprobs[row]),
-            top=tuple(zip(ids, logprobs, strict=True)),
+            token=int(self.tokens[report.row]),
+            logprob=float(report.logprob),
+            top=tuple(zip(report.top_ids.tolist(), report.top_logprobs.tolist(), strict=True)),
         )
 
 
 class Sampler:
     """Samples the next token of each row, by the parameters of the row's slot."""
 
-    def __init__(self, vocabulary: int, slots: SlotTable, max_rows: int) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, slots: SlotTable, scratch: RowScratch) -> None:
         self._slots = slots
-        self._rows_at_once = min(max_rows, max(1, _ELEMENTS_AT_ONCE // vocabulary))
-        self._occurrences = torch.zeros(vocabulary, dtype=torch.float64, device=slots.device)
-        """How often each token occurs in one row's output; all zeros between uses."""
-
-    def reset(self) -> None:
-        """Forget what an interrupted use has left behind."""
-        self._occurrences.zero_()
+        self._scratch = scratch
 
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Choose a token for each row.
@@ -114,15 +98,25 @@ class Sampler:
         index of the new token in prompt and output together, and all tokens before it must be in the slot table.
         """
         records = self._slots.sampling[slots]
-        result = self._empty(records["logprobs"])
-        if _greedy(records).all() and not self._edited(slots, positions).any() and not result.asked:
-            result.failed.copy_(_not_finite(logits))
-            result.tokens.copy_(largest(logits))
-        else:
-            for part in self._parts(len(slots)):
-                self._sample_part(logits[part], slots[part], positions[part], result.part(part))
-        result.tokens.masked_fill_(result.failed, 0)
-        return result
+        failed, tokens = _not_finite(logits), largest(logits).int()
+        drawn, edited, asked = ~_greedy(records), self._edited(slots, positions), records["logprobs"] >= 0
+        noise = uniforms(records["seed"], positions) if drawn.any() else np.zeros(len(slots))
+        best, reports = torch.zeros(len(slots), device=logits.device), []
+        for row in np.flatnonzero(drawn | edited | asked).tolist():
+            one = logits[row]
+            if asked[row]:
+                torch.log_softmax(one, 0, out=self._scratch.logprobs)
+            if edited[row]:
+                self._edit(one, int(slots[row]), int(positions[row]))
+                tokens[row] = token = largest(one[None])[0]
+                best[row] = one[token]
+            if drawn[row]:
+                tokens[row] = self._draw(one, records[row], float(noise[row]))[0]
+            if asked[row]:
+                reports.append(self._report(row, tokens, int(records["logprobs"][row])))
+        # Biases and masks can forbid every token; then the largest logit is minus infinity.
+        failed.logical_or_(~best.isfinite())
+        return Sampled(tokens.masked_fill_(failed, 0), failed, tuple(reports))
 
     def score(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Report prompt tokens as if each had been sampled, with as many alternatives as its slot's prompt_logprobs.
@@ -130,49 +124,23 @@ class Sampler:
         logits: float32 [rows, vocabulary]; slots and positions: [rows], on the host; a position is the index of the
         token that the row's logits predict. A slot may occur in any number of rows.
         """
-        result = self._empty(self._slots.sampling[slots]["prompt_logprobs"])
-        result.tokens.copy_(self._slots.read(slots, positions))
-        for rows in self._parts(len(slots)):
-            part = result.part(rows)
-            part.failed.copy_(_not_finite(logits[rows]))
-            _report(take_rows(logits[rows], part.asked).log_softmax(dim=1), part.asked, part)
-        return result
+        alternatives = self._slots.sampling[slots]["prompt_logprobs"]
+        tokens, reports = self._slots.read(slots, positions), []
+        for row in np.flatnonzero(alternatives >= 0).tolist():
+            torch.log_softmax(logits[row], 0, out=self._scratch.logprobs)
+            reports.append(self._report(row, tokens, int(alternatives[row])))
+        return Sampled(tokens, _not_finite(logits), tuple(reports))
 
-    def _empty(self, alternatives: IntArray) -> Sampled:
-        rows, device = len(alternatives), self._slots.device
-        alternatives = np.minimum(alternatives, self._vocabulary)
-        width = max(0, int(alternatives.max(initial=0)))
-        return Sampled(
-            tokens=torch.zeros(rows, dtype=torch.int32, device=device),
-            failed=torch.zeros(rows, dtype=torch.bool, device=device),
-            alternatives=alternatives,
-            logprobs=torch.zeros(rows, dtype=torch.float32, device=device),
-            top_ids=torch.zeros(rows, width, dtype=torch.int32, device=device),
-            top_logprobs=torch.zeros(rows, width, dtype=torch.float32, device=device),
-        )
+    def _report(self, row: int, tokens: Tensor, alternatives: int) -> Report:
+        """Look up the row's token and its rivals in scratch.logprobs."""
+        logprobs, count = self._scratch.logprobs, min(alternatives, len(self._scratch.logprobs))
+        ids = most_likely(logprobs, count, self._scratch) if count else self._scratch.keys[:0]
+        return Report(row, logprobs.gather(0, tokens[row : row + 1].long()), ids.int(), logprobs.gather(0, ids))
 
-    def _parts(self, rows: int) -> Iterator[slice]:
-        for start in range(0, rows, self._rows_at_once):
-            yield slice(start, start + self._rows_at_once)
-
-    def _sample_part(self, logits: Tensor, slots: IntArray, positions: IntArray, result: Sampled) -> None:
-        records = self._slots.sampling[slots]
-        result.failed.copy_(_not_finite(logits))
-        raw_logprobs = take_rows(logits, result.asked).log_softmax(dim=1)
-        for row in np.flatnonzero(self._edited(slots, positions)).tolist():
-            self._edit(logits[row], int(slots[row]), int(positions[row]))
-        chosen = largest(logits)
-        # Biases and masks can forbid every token; then the largest logit is minus infinity.
-        result.failed.logical_or_(~logits.gather(1, chosen[:, None])[:, 0].isfinite())
-        drawn, truncated, floored = ~_greedy(records), _truncated(records, self._vocabulary), records["min_p"] > 0
-        whole = drawn & ~truncated
-        for group, function in ((whole & ~floored, draw), (whole & floored, draw), (drawn & truncated, draw_truncated)):
-            rows = np.flatnonzero(group).tolist()
-            if rows:
-                noise = uniforms(records["seed"][rows], positions[rows])
-                chosen[rows] = function(take_rows(logits, rows), records[rows], noise)
-        result.tokens.copy_(chosen)
-        _report(raw_logprobs, result.asked, result)
+    def _draw(self, logits: Tensor, record: Record, noise: float) -> Tensor:
+        """Draw a token from one row [vocabulary]: int64 [1]. min_p alone needs no ranking."""
+        ranking = record["top_k"] < len(logits) or record["top_p"] < 1
+        return (draw_truncated if ranking else draw)(logits, record, noise, self._scratch)
 
     def _edited(self, slots: IntArray, positions: IntArray) -> Flags:
         """Which rows have logits that change before the temperature."""
@@ -191,25 +159,16 @@ class Sampler:
         prompt_length = int(record["prompt_length"])
         logits.index_add_(0, lists.bias_ids, lists.bias_values)
         if record["repetition_penalty"] != 1:
-            history = self._slots.tokens[slot, :position].long()
-            _penalise_repetition(logits, history, float(record["repetition_penalty"]))
+            history = self._slots.tokens[slot, :position]
+            penalise_repetition(logits, history, float(record["repetition_penalty"]), self._scratch)
         presence, frequency = float(record["presence_penalty"]), float(record["frequency_penalty"])
         if presence != 0 or frequency != 0:
-            output = self._slots.tokens[slot, prompt_length:position].long()
-            self._penalise_occurrence(logits, output, presence, frequency)
+            output = self._slots.tokens[slot, prompt_length:position]
+            penalise_occurrence(logits, output, presence, frequency, self._scratch)
         if self._slots.masks.active[slot]:
             self._slots.masks.apply(slot, logits)
         elif position - prompt_length < record["min_tokens"]:
             logits.index_fill_(0, lists.ending_ids, -torch.inf)
-
-    def _penalise_occurrence(self, logits: Tensor, output: Tensor, presence: float, frequency: float) -> None:
-        """Subtract `presence` and the number of occurrences times `frequency` from the logits of generated tokens."""
-        ones = torch.ones(1, dtype=torch.float64, device=output.device).expand(len(output))
-        self._occurrences.scatter_add_(0, output, ones)
-        penalties = self._occurrences[output] * frequency + presence
-        # A token that occurs twice is written twice, with the same value.
-        logits.scatter_(0, output, (logits[output].double() - penalties).float())
-        self._occurrences.index_fill_(0, output, 0)
 
 
 def _greedy(records: Records) -> Flags:
@@ -218,31 +177,6 @@ def _greedy(records: Records) -> Flags:
     return flags
 
 
-def _truncated(records: Records, vocabulary: int) -> Flags:
-    """Which rows need their tokens ranked. min_p alone does not."""
-    flags: Flags = (records["top_k"] < vocabulary) | (records["top_p"] < 1)
-    return flags
-
-
 def _not_finite(logits: Tensor) -> Tensor:
     """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN."""
     return ~(logits.amax(dim=1).isfinite() & logits.amin(dim=1).isfinite())
-
-
-def _penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> None:
-    """Divide the positive logits of seen tokens by the penalty and multiply the others (Keskar et al., 2019)."""
-    seen = logits[history].double()
-    seen = torch.where(seen > 0, seen / penalty, seen * penalty).clamp_(max=_LARGEST_LOGIT)
-    # A token that occurs twice is written twice, with the same value.
-    logits.scatter_(0, history, seen.float())
-
-
-def _report(logprobs: Tensor, rows: Sequence[int], result: Sampled) -> None:
-    """Fill in the log-probabilities of some rows. logprobs: float32 [len(rows), vocabulary]."""
-    if not rows:
-        return
-    result.logprobs[rows] = logprobs.gather(1, result.tokens[rows].long()[:, None])[:, 0]
-    if width := max(int(result.alternatives[rows].max()), 0):
-        ids = most_likely(logprobs, width)
-        result.top_ids[rows, :width] = ids.int()
-        result.top_logprobs[rows, :width] = logprobs.gather(1, ids)

@@ -46,6 +46,8 @@ is off; -1 stands for no log-probabilities."""
 
 Records = NDArray[np.void]
 """Rows of SlotTable.sampling."""
+Record = np.void
+"""One of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ def load(
     runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, _progress(report))
     report(Loading(phase="checking batch invariance", progress=1.0))
     invariance = check_batch_invariance(runner.model)
+    if engine.kernels.name != "torch":
+        # The kernels have threads of their own. What is left to torch is one row of logits at a time, too little to be
+        # worth its threads, whose barriers spin and so take time from whoever else computes.
+        torch.set_num_threads(1)
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
     scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
     return scheduler, runner, _describe(engine, ledger, invariance, time.monotonic() - started)

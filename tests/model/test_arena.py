@@ -65,14 +65,21 @@ def test_the_layout_of_real_models_is_as_small_as_their_fullest_point(
     config: ModelConfig, tokens: int, element_bytes: int
 ) -> None:
     layout = arena_layout(config, tokens, 32, element_bytes)
-    assert layout.bytes == load(layout.areas.values(), range(8))
+    assert layout.bytes == load(layout.areas.values(), range(9))
 
 
-def test_the_head_is_charged_for_all_tokens_and_the_rows_that_meet_it() -> None:
+def test_head_and_sampling_are_charged_for_all_tokens_and_the_rows_that_meet_them() -> None:
     tokens, rows = 128, 32
     layout = arena_layout(SMOLLM2, tokens, rows, 2)
-    inputs = 2 * 4 * tokens
-    assert layout.bytes == inputs + 2 * 576 * (tokens + rows) + 4 * 49152 * rows
+    kept = 2 * 4 * tokens + 2 * 576 * tokens + 4 * 49152 * rows
+    head, sampling = kept + 2 * 576 * rows, kept + 29 * 49152
+    assert [load(layout.areas.values(), (point,)) for point in (7, 8)] == [head, sampling]
+    assert layout.bytes == max(head, sampling)
+
+
+def test_ranks_that_share_a_vocabulary_sample_from_the_whole() -> None:
+    areas = {area.name: area for area in step_areas(replace(SMOLLM2, vocabulary=100), 8, 8, 2, ranks=4)}
+    assert (areas["logits"].columns, areas["keys"].columns) == (100, 400)
 
 
 def assert_no_area_overwrites_another(layout: ArenaLayout) -> None:
@@ -106,7 +113,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 def test_areas_alive_together_never_overlap(config: ModelConfig, tokens: int, rows: int, element_bytes: int) -> None:
     layout = arena_layout(config, tokens, rows, element_bytes)
     assert_no_area_overwrites_another(layout)
-    assert layout.bytes >= load(layout.areas.values(), range(8))
+    assert layout.bytes >= load(layout.areas.values(), range(9))
 
 
 @given(
@@ -119,7 +126,7 @@ def test_the_layout_is_optimal_where_the_feed_forward_is_at_least_as_wide_as_q_a
     config = replace(LLAMA_70B, heads=kv_heads * ratio, kv_heads=kv_heads, head_dim=16, width=width, vocabulary=999)
     config = replace(config, ffn_width=config.q_width + config.kv_width + surplus)
     layout = arena_layout(config, 8 * tokens, 8, 4)
-    assert layout.bytes == load(layout.areas.values(), range(8))
+    assert layout.bytes == load(layout.areas.values(), range(9))
 
 
 def test_an_arena_is_one_allocation_of_the_planned_size() -> None:
@@ -134,10 +141,12 @@ def test_an_arena_is_one_allocation_of_the_planned_size() -> None:
 def test_views_have_the_areas_shape_type_and_place() -> None:
     layout = arena_layout(SMOLLM2, 48, 5, 2)
     arena = ActivationArena(layout, torch.bfloat16, torch.device("cpu"))
-    expected = {"tokens": torch.int32, "positions": torch.int32, "logits": torch.float32}
+    expected = {"tokens": torch.int32, "positions": torch.int32, "logits": torch.float32, "logprobs": torch.float32}
+    expected |= {"probabilities": torch.float64, "ranked": torch.float64, "keys": torch.int64, "flags": torch.bool}
     for name, area in layout.areas.items():
-        view = arena.view(name, 3)
-        assert view.shape == (3, area.columns)
+        rows = min(3, area.rows)
+        view = arena.view(name, rows)
+        assert view.shape == (rows, area.columns)
         assert view.dtype == expected.get(name, torch.bfloat16)
         assert view.is_contiguous()
         assert view.storage_offset() * view.element_size() == layout.offsets[name]
@@ -146,12 +155,13 @@ def test_views_have_the_areas_shape_type_and_place() -> None:
 def test_writing_one_area_leaves_those_alive_with_it_alone() -> None:
     layout = arena_layout(SMOLLM2, 16, 8, 4)
     arena = ActivationArena(layout, torch.float32, torch.device("cpu"))
-    for point in range(8):
+    for point in range(9):
         alive = [area for area in layout.areas.values() if point in area.points]
         for value, area in enumerate(alive):
             arena.view(area.name, area.rows).fill_(value)
         for value, area in enumerate(alive):
-            assert bool((arena.view(area.name, area.rows) == value).all()), (point, area.name)
+            view = arena.view(area.name, area.rows)
+            assert torch.equal(view, torch.full_like(view, value)), (point, area.name)
 
 
 def test_a_view_longer_than_its_area_is_refused() -> None:

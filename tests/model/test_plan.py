@@ -177,7 +177,7 @@ def test_the_parts_of_the_activations_add_up_to_the_bucket() -> None:
         lines = activation_lines(LLAMA_70B, formats, limits)
         assert sum(lines.values()) == plan_memory(LLAMA_70B, formats, limits, 0).activations
         rank = rank_shape(LLAMA_70B, formats.ranks)
-        assert lines["arena"] == arena_layout(rank, 64, 8, 2).bytes
+        assert lines["arena"] == arena_layout(rank, 64, 8, 2, formats.ranks).bytes
     assert lines["RoPE table"] == 4 * 1000 * 128
     assert lines["token masks of all slots"] == limits.mask_bytes(LLAMA_70B.vocabulary)
     assert lines["gathered logits"] == 4 * 8 * 128_256

@@ -4,10 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.sampling_oracle import Case, Logits, expected, processed, run, run_in, table_of
+from support.sampling_oracle import Case, Logits, expected, processed, row_scratch, run, run_in, sampler_of, table_of
 
 from octavo.model import draw
-from octavo.model.sampling import Sampled, Sampler
+from octavo.model.sampling import Sampled
 from octavo.model.step import RowResult, SamplingParams, Step
 
 GREEDY = SamplingParams(temperature=0)
@@ -44,9 +44,10 @@ def mixed_cases(count: int, vocabulary: int) -> list[Case]:
 def score(logits: Logits, params: SamplingParams, targets: list[int]) -> Sampled:
     """Score the tokens of one prompt, each by its own row of logits."""
     case = Case(params, tokens=(0, *targets), prompt_length=1 + len(targets))
-    sampler = Sampler(logits.shape[1], table_of([case], logits.shape[1]), len(targets))
     slots = np.zeros(len(targets), dtype=np.int64)
-    return sampler.score(torch.from_numpy(logits), slots, 1 + np.arange(len(targets)))
+    return sampler_of(table_of([case], logits.shape[1])).score(
+        torch.from_numpy(logits), slots, 1 + np.arange(len(targets))
+    )
 
 
 # Batches
@@ -69,28 +70,18 @@ def test_a_row_has_the_same_bits_in_every_batch(vocabulary: int) -> None:
 def test_probabilities_have_the_same_bits_in_every_batch(vocabulary: int) -> None:
     cases = [Case(SamplingParams(temperature=temperature)) for temperature in np.linspace(0.1, 3, 16)]
     records, logits = table_of(cases, vocabulary).sampling, torch.from_numpy(normal_logits(16, vocabulary))
-    together = draw._probabilities(logits, records)
+    scaled = (logits.double() - logits.amax(dim=1, keepdim=True)) / torch.tensor(records["temperature"])[:, None]
+    together, scratch = scaled.softmax(dim=1), row_scratch(vocabulary)
     sums, logprobs = together.cumsum(dim=1), logits.log_softmax(dim=1)
     for row in range(16):
-        one = draw._probabilities(logits[row : row + 1], records[row : row + 1])
-        assert torch.equal(one[0], together[row])
-        assert torch.equal(one.cumsum_(dim=1)[0], sums[row])
-        assert torch.equal(logits[row : row + 1].log_softmax(dim=1)[0], logprobs[row])
-
-
-def test_results_do_not_depend_on_how_many_rows_are_taken_at_once() -> None:
-    cases, logits = mixed_cases(40, 997), normal_logits(40, 997)
-    table, slots = table_of(cases, 997), np.arange(40)
-    positions = np.array([len(case.tokens) for case in cases])
-    results = [
-        Sampler(997, table, at_once).sample(torch.from_numpy(logits.copy()), slots, positions).results()
-        for at_once in (1, 7, 64)
-    ]
-    assert results[0] == results[1] == results[2]
+        one = draw.probabilities(logits[row], records[row], scratch)
+        assert torch.equal(one, together[row])
+        assert torch.equal(one.cumsum_(dim=0), sums[row])
+        assert torch.equal(torch.log_softmax(logits[row], 0, out=scratch.logprobs), logprobs[row])
 
 
 def test_no_rows_give_no_results() -> None:
-    sampler, none = Sampler(9, table_of([Case(GREEDY)], 9), 4), np.zeros(0, dtype=np.int64)
+    sampler, none = sampler_of(table_of([Case(GREEDY)], 9)), np.zeros(0, dtype=np.int64)
     assert sampler.sample(torch.empty(0, 9), none, none).results() == []
     assert sampler.score(torch.empty(0, 9), none, none).results() == []
 
@@ -101,7 +92,7 @@ def test_no_rows_give_no_results() -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_greedy_takes_the_lowest_id_among_equals(rows: int) -> None:
     vocabulary, rng = 128_256, np.random.default_rng(0)
-    sampler = Sampler(vocabulary, table_of([Case(GREEDY)], vocabulary), rows)
+    sampler = sampler_of(table_of([Case(GREEDY)], vocabulary))
     slots, positions = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
     for _ in range(60):
         logits = torch.from_numpy(normal_logits(rows, vocabulary, seed=int(rng.integers(99))))
@@ -150,11 +141,9 @@ def test_top_k_keeps_the_lowest_ids_of_equal_logits(top_k: int) -> None:
 
 
 def test_a_draw_on_the_edge_between_two_tokens_takes_the_later_and_none_takes_a_token_of_weight_zero() -> None:
-    logits = np.array([[-np.inf, 0, -np.inf, 0, -np.inf]], dtype=np.float32)
-    records = table_of([Case(SamplingParams())], 5).sampling
-    drawn = [
-        draw.draw(torch.from_numpy(logits), records, np.array([noise])).item() for noise in (1e-10, 0.5, 1 - 1e-10)
-    ]
+    logits = torch.tensor([-torch.inf, 0, -torch.inf, 0, -torch.inf])
+    record, scratch = table_of([Case(SamplingParams())], 5).sampling[0], row_scratch(5)
+    drawn = [draw.draw(logits, record, noise, scratch).item() for noise in (1e-10, 0.5, 1 - 1e-10)]
     assert drawn == [1, 3, 3]
 
 
@@ -164,11 +153,12 @@ def test_ranking_is_a_stable_sort_on_every_device(count: int) -> None:
     values[0, 3], values[1, 5], values[2] = -torch.inf, torch.inf, -0.0
     values[2, ::3] = 0.0
     values[3] = torch.from_numpy(normal_logits(1, 500, scale=1e-42)[0])
-    exact = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    assert torch.equal(draw.most_likely(values, count), exact)
-    # What a device other than the CPU does with the same keys.
-    keys = draw._ranking_keys(values)
-    assert torch.equal(keys.topk(count, dim=1, largest=False).values & 0xFFFFFFFF, exact)
+    scratch = row_scratch(500)
+    for row, exact in zip(values, values.sort(dim=1, descending=True, stable=True).indices[:, :count], strict=True):
+        assert torch.equal(draw.most_likely(row, count, scratch), exact)
+        # What a device other than the CPU does with the same keys.
+        keys = draw.ranking_keys(row, scratch)
+        assert torch.equal(keys.topk(count, largest=False).values & 0xFFFFFFFF, exact)
 
 
 # Edits
@@ -182,7 +172,7 @@ def test_penalties_follow_the_hand_formula() -> None:
     def edited(**penalties: float) -> list[float]:
         case = Case(SamplingParams(temperature=0, **penalties), tokens, prompt_length)  # type: ignore[arg-type]
         table, row = table_of([case], 8), torch.from_numpy(logits.copy())
-        Sampler(8, table, 1).sample(row, np.array([0]), np.array([len(tokens)]))
+        sampler_of(table).sample(row, np.array([0]), np.array([len(tokens)]))
         return row[0].tolist()
 
     assert edited(presence_penalty=1.5) == [0.0, 1.0, -1.0, 8.0, 2.0, 2.5, 4.5, -3.0]
@@ -310,7 +300,7 @@ def test_a_request_admitted_again_with_its_output_goes_on_as_before() -> None:
         case = Case(params, tuple(tokens), prompt_length=2, ending_ids=(9,))
         tokens.append(int(run(row[None].copy(), [case]).tokens.item()))
     table = table_of([Case(params, (3, 4, *[0] * 12), prompt_length=2, ending_ids=(9,))], 200)
-    sampler, slot = Sampler(200, table, 1), np.array([0])
+    sampler, slot = sampler_of(table), np.array([0])
     for index, row in enumerate(logits):
         position = np.array([2 + index])
         table.append(slot, position, sampler.sample(torch.from_numpy(row[None].copy()), slot, position).tokens)
@@ -415,6 +405,6 @@ def test_results_on_the_host_equal_those_on_the_device() -> None:
 def test_the_oracle_edits_as_the_sampler_does() -> None:
     cases, logits = mixed_cases(64, 300), normal_logits(64, 300)
     table, edited = table_of(cases, 300), torch.from_numpy(logits.copy())
-    Sampler(300, table, 64).sample(edited, np.arange(64), np.array([len(case.tokens) for case in cases]))
+    sampler_of(table).sample(edited, np.arange(64), np.array([len(case.tokens) for case in cases]))
     for row, case in enumerate(cases):
         np.testing.assert_array_equal(edited[row].numpy(), processed(logits[row], case))

@@ -3,10 +3,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.sampling_oracle import Case, table_of, uniform
+from support.sampling_oracle import Case, sampler_of, table_of, uniform
 
 from octavo.model.philox import choice_seed, philox4x32, uniforms, unsigned_seed
-from octavo.model.sampling import Sampler
 from octavo.model.step import SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -85,7 +84,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     # 204,800 positions of one slot: nothing but the noise differs between them.
     logits = np.random.default_rng(1).standard_normal(16).astype(np.float32)
     table = table_of([Case(params)], 16)
-    sampler = Sampler(16, table, 1 << 16)
+    sampler = sampler_of(table)
     slots = np.zeros(1 << 11, dtype=np.int64)
     counts = np.zeros(16, dtype=np.int64)
     for start in range(0, 100 << 11, 1 << 11):

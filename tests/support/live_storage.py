@@ -49,10 +49,11 @@ class LiveStorages(TorchDispatchMode):
 def peak_of_forward(
     config: ModelConfig, tokens: int, rows: int, dtype: torch.dtype, device: str, *, in_place: bool = True
 ) -> int:
-    """Peak of a forward pass and its logits whose tensors are made when needed: what no arena can go below.
+    """Peak of a whole step whose tensors are made when they are needed: what no arena can go below.
 
-    Each fused operation is one that makes its result and nothing else; numbers do not matter here. With in_place off,
-    SiLU(gate) * up is a tensor of its own.
+    After the forward pass come its logits, and what sampling needs to go through them row by row. Each fused operation
+    is one that makes its result and nothing else; numbers do not matter here. With in_place off, SiLU(gate) * up is a
+    tensor of its own.
     """
 
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -87,7 +88,10 @@ def peak_of_forward(
         del spine
         picked = normed.index_select(0, picks)
         logits = empty(rows, config.vocabulary, of=torch.float32)
-        del picked, logits, normed, inputs
+        del picked
+        row_types = (torch.float64, torch.float64, torch.int64, torch.bool, torch.float32)
+        row_scratch = [empty(config.vocabulary, of=of) for of in row_types]
+        del logits, row_scratch, normed, inputs
     if storages.live:
         raise RuntimeError(f"{storages.live} bytes are still alive after the pass")
     return storages.peak

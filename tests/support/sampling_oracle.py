@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.model.draw import RowScratch
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
 from octavo.model.step import Admission, Row, SamplingParams, Step
@@ -56,8 +57,19 @@ def run_in(table: SlotTable, logits: Logits, cases: list[Case], chosen: range | 
     """Sample some cases of a table, in the given order."""
     slots = np.array(chosen, dtype=np.int64)
     positions = np.array([len(cases[slot].tokens) for slot in chosen], dtype=np.int64)
-    sampler = Sampler(logits.shape[1], table, len(slots))
-    return sampler.sample(torch.from_numpy(logits[slots]), slots, positions)
+    return sampler_of(table).sample(torch.from_numpy(logits[slots]), slots, positions)
+
+
+def sampler_of(table: SlotTable) -> Sampler:
+    return Sampler(table, row_scratch(table.vocabulary))
+
+
+def row_scratch(vocabulary: int) -> RowScratch:
+    """Scratch full of NaN (and of other things that nobody should believe), as an earlier step may have left it."""
+    types = (torch.float64, torch.float64, torch.int64, torch.uint8, torch.float32)
+    areas = [torch.full((vocabulary * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype) for dtype in types]
+    areas[3] = torch.ones(vocabulary, dtype=torch.bool)
+    return RowScratch(*areas)
 
 
 def processed(logits: Logits, case: Case) -> Logits:
