@@ -54,19 +54,21 @@ def build_library(sources: Path = SOURCES) -> Path:
 
     Raises:
         BuildError: no compiler, or it failed.
-        PermissionError: the cache directory could be written by other users.
+        PermissionError: the cache directory could be written by other users, or was chosen and cannot be written.
     """
-    cache = _open_cache()
     stem = f"kernels-{_source_key(sources)}"
     try:
         compiler = _find_compiler()
-        library = cache / f"{stem}-{_compiler_key(compiler)}.so"
+        name = f"{stem}-{_compiler_key(compiler)}.so"
     except BuildError:
-        # An image may be built with a compiler and run without one.
-        for earlier in sorted(cache.glob(f"{stem}-*.so")):
+        # An image may be built with a compiler and run without one, by any user and on a disk that cannot be written.
+        for earlier in sorted(cache_directory().glob(f"{stem}-*.so")):
             if _is_intact(earlier):
+                _check_owner(earlier.parent)
                 return earlier
         raise
+    cache = _open_cache()
+    library = cache / name
     with (cache / "kernels.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_intact(library):
@@ -102,16 +104,22 @@ def _open_cache() -> Path:
         writable = os.access(directory, os.W_OK | os.X_OK)
     except OSError:
         writable = False
+    if not writable and os.environ.get("OCTAVO_CACHE_DIR"):
+        raise PermissionError(f"OCTAVO_CACHE_DIR: {directory} cannot be written to; choose a directory of your own")
     if not writable:
         directory = Path(tempfile.mkdtemp(prefix="octavo-"))
         logger.warning("the cache directory %s is not writable; compiling into %s", cache_directory(), directory)
+    _check_owner(directory)
+    return directory
+
+
+def _check_owner(directory: Path) -> None:
     status = directory.stat()
     if status.st_mode & 0o002 or status.st_uid not in {os.getuid(), 0}:
         raise PermissionError(
             f"cache directory {directory}: other users could replace the library in it; "
             "remove their write permission, or set OCTAVO_CACHE_DIR to a directory of your own"
         )
-    return directory
 
 
 def _find_compiler() -> list[str]:

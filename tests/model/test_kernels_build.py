@@ -159,12 +159,36 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_one(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("OCTAVO_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     library = build_library(sources)
     assert library.parent.parent == tmp_path
     assert library.parent.stat().st_mode & 0o077 == 0
     assert answer(library) == 42
+
+
+def test_a_chosen_cache_that_cannot_be_written_is_an_error(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(PermissionError, match=r"OCTAVO_CACHE_DIR: .*file/cache cannot be written to"):
+        build_library(sources)
+
+
+def test_without_a_compiler_nothing_is_written_beside_an_earlier_library(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "image"))
+    library = build_library(sources)
+    (library.parent / "kernels.lock").unlink()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build_library(sources) == library
+    assert list(library.parent.iterdir()) == [library]
+    library.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="OCTAVO_CACHE_DIR"):
+        build_library(sources)
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
