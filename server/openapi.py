@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from octavo.server.openapi_answers import ERROR, responses
 from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
 
 BODIES: dict[str, tuple[type[BaseModel], ...]] = {
@@ -32,5 +33,11 @@ def document(app: FastAPI) -> dict[str, Any]:
             references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
             content = {"application/json": {"schema": references[0] if len(models) == 1 else {"anyOf": references}}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        schemas |= {"Error": ERROR}
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which this server never sends
+            schemas.pop(name, None)
+        for path, methods in schema["paths"].items():
+            for operation in methods.values():
+                operation["responses"] = responses(path, operation["responses"])
         app.openapi_schema = schema
     return app.openapi_schema

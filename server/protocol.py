@@ -17,6 +17,7 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BAD_WORDS = 128
+MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_DEPTH = 32
@@ -99,6 +100,14 @@ def _token_ids(value: Any, where: str) -> list[int]:
     return value
 
 
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -131,9 +140,11 @@ class Message(_Request):
     """One message of a conversation."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})] = (
-        None
-    )
+    content: Annotated[
+        str | None,
+        BeforeValidator(_content),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+    ] = None
     name: str | None = Field(None, max_length=256)
 
     def for_template(self) -> dict[str, Any]:
@@ -173,12 +184,19 @@ class SamplingFields(_Request):
     logit_bias: Annotated[
         dict[int, Bias],
         BeforeValidator(_bias_map),
-        WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}}),
-    ] = Field({}, max_length=1024)
+        WithJsonSchema(
+            {
+                "type": ["object", "null"],
+                "propertyNames": {"pattern": "^[0-9]+$"},
+                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                "maxProperties": MAX_BIASES,
+            }
+        ),
+    ] = Field({}, max_length=MAX_BIASES)
     stop: Annotated[
         list[Stop],
         BeforeValidator(_stop_list),
-        WithJsonSchema({"type": ["string", "array", "null"], "items": {"type": "string"}}),
+        WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}),
     ] = Field([], max_length=MAX_STOPS)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
@@ -201,7 +219,16 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[
         list[str | list[int]],
         BeforeValidator(_prompts),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]}),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                    _TOKEN_IDS,
+                    {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+                ]
+            }
+        ),
     ]
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -1,0 +1,91 @@
+"""Requests made from the OpenAPI document, sensible and not: every answer is as documented, and none is a fault.
+
+OCTAVO_API_REQUESTS says how many (`make fuzz-api` sends 3,000). The engine tells stories; the rest is real.
+"""
+
+import os
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from support.live import Live, live_server, story_command
+
+from octavo.scheduler.messages import EngineConfig
+
+REQUESTS = int(os.environ.get("OCTAVO_API_REQUESTS", "300"))
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a short context, so that no answer is long."""
+    command = story_command(tmp_path_factory.mktemp("schema"), {})
+    with live_server(EngineConfig(model="smollm2", max_model_len=128), command=command) as server:
+        yield server
+
+
+def operations(live: Live) -> list[APIOperation]:
+    document = httpx.get(f"{live.url}/openapi.json").json()
+    for described in document["components"]["schemas"].values():
+        if "model" in described.get("properties", {}):
+            described["properties"]["model"] = {"enum": list(live.service.names)}  # else most would not be found
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=live.url)
+    return [result.ok() for result in schema.get_all_operations()]
+
+
+def try_out(operation: APIOperation, examples: int) -> list[int]:
+    """Send so many requests; return the statuses of the answers."""
+    statuses: list[int] = []
+    modes = [operation.as_strategy(generation_mode=mode) for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.one_of(modes) if operation.method == "post" else modes[0])
+    def send(case: Case) -> None:
+        response = case.call(timeout=60)
+        statuses.append(response.status_code)
+        case.validate_response(response, checks=CHECKS)
+
+    send()
+    return statuses
+
+
+def test_requests_made_from_the_schema_get_documented_answers(small: Live) -> None:
+    process = small.service.client._process.pid
+    found = operations(small)
+    writing = [operation for operation in found if operation.method == "post"]
+    assert len(writing) >= 6
+    statuses: dict[str, list[int]] = {}
+    for operation in found:
+        examples = -(-REQUESTS // len(writing)) if operation.method == "post" else 10
+        statuses[operation.path] = try_out(operation, examples)
+    assert sum(map(len, statuses.values())) >= REQUESTS
+    for operation in writing:
+        assert 200 in statuses[operation.path], f"nothing was accepted by {operation.path}"
+        assert 400 in statuses[operation.path], f"nothing was refused by {operation.path}"
+    assert small.completion(prompt=[5], max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert small.service.client._process.pid == process
