@@ -133,8 +133,8 @@ def _kept(ranked: Tensor, record: Record, scratch: RowScratch) -> int:
     cumulative = torch.cumsum(ranked, 0, out=scratch.probabilities[:count])
     whole = float(cumulative[min(top_k, count) - 1]) if top_k < vocabulary else 1.0
     # A top_p of 1 keeps all, even where rounding lets the sum reach 1 before the last token.
-    nucleus = int(torch.lt(cumulative, top_p * whole, out=flags).sum()) + 1 if top_p < 1 else vocabulary
-    likely = int(torch.ge(ranked, min_p * ranked[0], out=flags).sum())
+    nucleus = int(torch.lt(cumulative, top_p * whole, out=flags).count_nonzero()) + 1 if top_p < 1 else vocabulary
+    likely = int(torch.ge(ranked, min_p * ranked[0], out=flags).count_nonzero())
     return min(top_k, nucleus, likely)
 
 
