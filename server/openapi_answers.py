@@ -20,6 +20,8 @@ STRING_OR_NULL, OBJECT_OR_NULL = {"type": ["string", "null"]}, {"type": ["object
 REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
 ERROR = _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL))
+EVENT = _object(data=STRING)
+"""One server-sent event; the last holds `[DONE]`."""
 USAGE = _object(
     prompt_tokens=INTEGER,
     completion_tokens=INTEGER,
@@ -99,5 +101,5 @@ def responses(path: str, documented: Mapping[str, Any]) -> dict[str, Any]:
         content = found["200"].setdefault("content", {})
         content["application/json"] = {"schema": ANSWERS[path]}
         if path in STREAMING:
-            content["text/event-stream"] = {"schema": STRING}
+            content["text/event-stream"] = {"schema": EVENT}
     return found

@@ -141,7 +141,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(rope, expected):
     assert old.rope_theta == 500000.0
 
 
-def test_end_ids_of_both_files_are_united_the_generation_config_first(tmp_path):
+def test_c19_end_ids_of_both_files_are_united_the_generation_config_first(tmp_path):
     generation = {"eos_token_id": [128009, 128001, 128008]}
     assert ModelConfig.from_hugging_face(LLAMA, generation).eos_ids == (128009, 128001, 128008)
     assert ModelConfig.from_hugging_face({**LLAMA, "eos_token_id": [5, 6]}, {"eos_token_id": 7}).eos_ids == (7, 5, 6)

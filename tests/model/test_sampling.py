@@ -164,7 +164,7 @@ def test_ranking_is_a_stable_sort_on_every_device(count: int) -> None:
 # Edits
 
 
-def test_penalties_follow_the_hand_formula() -> None:
+def test_c18_penalties_follow_the_hand_formula() -> None:
     # The prompt repeats token 3; the output is 5, 6, 6. Logits so far apart that the bare order shows the numbers.
     tokens, prompt_length = (3, 3, 3, 5, 6, 6), 3
     logits = np.array([[0.0, 1.0, -1.0, 8.0, 2.0, 4.0, 6.0, -3.0]], dtype=np.float32)

@@ -149,7 +149,7 @@ def test_c03_c04_echo_with_logprobs_describes_every_token(live: Live, stories: S
             assert choice["text"].startswith(token, offset)
 
 
-def test_scoring_alone_generates_nothing(live: Live) -> None:
+def test_a14_scoring_alone_generates_nothing(live: Live) -> None:
     answer = live.completion(prompt="The answer is", echo=True, logprobs=5, max_tokens=0)
     (choice,) = answer["choices"]
     assert choice["text"] == "The answer is"
@@ -198,7 +198,7 @@ def test_seeds_are_reported_and_can_be_sent_back(live: Live, stories: Stories) -
     echo=st.booleans(),
     max_tokens=st.integers(0, 40),
 )
-def test_a_stream_adds_up_to_the_whole_answer(
+def test_b15_a_stream_adds_up_to_the_whole_answer(
     live: Live, prompt: list[int], stop: list[str], n: int, logprobs: int | None, echo: bool, max_tokens: int
 ) -> None:
     """Law of cases B and C: the same text, the same log-probabilities, the same counts."""
@@ -236,7 +236,7 @@ def test_the_official_client_reads_completions_and_streams(live: Live, stories: 
             client.completions.create(model="smollm2", prompt="a", temperature=3)
 
 
-def test_the_model_list_is_stable_and_shows_no_path(live: Live) -> None:
+def test_a29_the_model_list_is_stable_and_shows_no_path(live: Live) -> None:
     first, second = (httpx.get(f"{live.url}/v1/models").json() for _ in range(2))
     assert first == second
     assert first["object"] == "list"

@@ -58,7 +58,7 @@ def at_once(live: Live, requests: list[dict[str, object]]) -> list[dict]:
         return list(pool.map(lambda request: live.completion(**request)["choices"][0], requests))
 
 
-def test_each_of_32_requests_gets_what_it_gets_alone(live: Live) -> None:
+def test_c12_c16_each_of_32_requests_gets_what_it_gets_alone(live: Live) -> None:
     requests = varied_requests(32)
     together = at_once(live, requests)
     for request, choice in zip(requests, together, strict=True):
@@ -80,7 +80,7 @@ def test_a_pool_too_small_for_the_load_preempts_and_changes_nothing(live: Live) 
     assert crowded == at_once(live, requests)
 
 
-def test_a_prefix_found_in_the_cache_changes_nothing(live: Live) -> None:
+def test_c15_a_prefix_found_in_the_cache_changes_nothing(live: Live) -> None:
     request = {"prompt": "A common beginning. " * 20, "max_tokens": 12, "seed": 3, "logprobs": 1}
     cold, warm = live.completion(**request), live.completion(**request)
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -108,7 +108,7 @@ def test_the_official_client_chats_and_streams(live: Live) -> None:
         assert "".join(chunk.choices[0].text for chunk in chunks) == completion.choices[0].text
 
 
-def test_choices_of_one_request_differ_by_seed_and_can_be_replayed(live: Live) -> None:
+def test_c13_choices_of_one_request_differ_by_seed_and_can_be_replayed(live: Live) -> None:
     request = {"prompt": "My favourite animal is", "max_tokens": 12, "temperature": 1.2}
     several = live.completion(**request, n=4, seed=5)["choices"]
     assert len({choice["text"] for choice in several}) > 1
