@@ -11,7 +11,17 @@ from typing import Protocol
 import msgspec
 
 from octavo.model.step import Pending, Runner, Step, StepResult
-from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine, TokenEvent
+from octavo.scheduler.grammar import PATIENCE_SECONDS, Intake
+from octavo.scheduler.messages import (
+    Abort,
+    EngineStats,
+    Shutdown,
+    StepReport,
+    Submission,
+    ToEngine,
+    TokenEvent,
+    Vocabulary,
+)
 from octavo.scheduler.policy import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -67,6 +77,7 @@ class Engine:
         self._runner = runner
         self._channel = channel
         self._lookahead = lookahead
+        self._intake = Intake()
         self._pipeline: deque[_Queued] = deque()
         self._steps = 0
         self._activations_used = self._activations_peak = 0
@@ -80,30 +91,43 @@ class Engine:
 
     def turn(self) -> None:
         """Queue one step if there is one to queue, and report those whose turn it is."""
-        self._receive(block=not (self._scheduler.busy or self._pipeline))
+        self._receive(block=self._idle and not self._intake)
         if self._closed:
             return
         queued = self._submit_next()
         while self._pipeline and (len(self._pipeline) > self._lookahead or not queued):
             self._commit_oldest()
 
+    @property
+    def _idle(self) -> bool:
+        return not (self._scheduler.busy or self._pipeline)
+
     def _receive(self, block: bool) -> None:
-        events: list[TokenEvent] = []
+        events: list[TokenEvent | None] = []
         for message in self._channel.receive(block):
             match message:
-                case Submission():
-                    event = self._scheduler.add(message)
+                case Submission(grammar=None):
+                    events.append(self._scheduler.add(message))
+                case Submission(grammar=str(grammar)):
+                    self._intake.begin(message, grammar)
                 case Abort():
-                    event = self._scheduler.abort(message.request, message.reason)
+                    events.append(self._abort(message))
+                case Vocabulary():
+                    self._intake.learn(message)
                 case Shutdown():
                     self._closed = True
                     return
                 case _:
                     raise ValueError("an engine is configured once, before its first request")
-            if event is not None:
-                events.append(event)
-        if events:
-            self._channel.send(StepReport(events=tuple(events), stats=self._stats()))
+        for submission, state in self._intake.finished(PATIENCE_SECONDS if self._idle else 0):
+            events.append(self._scheduler.add(submission, state))
+        if reported := tuple(event for event in events if event is not None):
+            self._channel.send(StepReport(events=reported, stats=self._stats()))
+
+    def _abort(self, message: Abort) -> TokenEvent | None:
+        if self._intake.drop(message.request):
+            return TokenEvent(request=message.request, finish=message.reason)
+        return self._scheduler.abort(message.request, message.reason)
 
     def _submit_next(self) -> bool:
         """Queue a step; False if there is none, or none should follow it before it has landed."""

@@ -48,6 +48,19 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """0 computes the prompt (for its log-probabilities) and generates nothing."""
     salt: bytes = b""
     """Requests share cached prefixes only with requests of the same salt."""
+    grammar: str | None = None
+    """What the output must follow, in the form that `scheduler/grammar.py` compiles. Needs a Vocabulary."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What tokens say, for requests that follow a grammar: the only text an engine ever knows. Sent once."""
+
+    tokens: tuple[bytes, ...]
+    """The bytes of each token, as many as the logits are wide; empty where a token stands for nothing."""
+    special: tuple[int, ...]
+    """Tokens that no text of a grammar matches."""
+    eos_ids: tuple[int, ...]
+    """At least one: tokens that may come where a grammar may end."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,5 +191,5 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exit_code: int
 
 
-ToEngine = EngineConfig | Submission | Abort | Shutdown
+ToEngine = EngineConfig | Vocabulary | Submission | Abort | Shutdown
 FromEngine = Loading | Ready | StepReport | Fatal

@@ -12,7 +12,8 @@ Rules it keeps:
   Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
 - After a failure only suspects run, group by group, until the one to blame is found (`blame`).
-- A request whose next tokens depend on words that it forbids runs once its last token is known.
+- A request whose next tokens depend on words that it forbids or on a grammar runs once its last token is known, and its
+  next mask made.
 - The work of a step is proportional to the tokens it computes, never to the length of a request.
 """
 
@@ -25,6 +26,7 @@ from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult, TokenLogprobs
 from octavo.scheduler.blame import Suspects
 from octavo.scheduler.draft import Draft, Flight
+from octavo.scheduler.grammar import GrammarState, await_masks
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
 from octavo.scheduler.request import Limits, Request
 from octavo.scheduler.reuse import PrefixReuse
@@ -83,12 +85,14 @@ class Scheduler:
         """Requests that wait for a slot, blocks or tokens."""
         return len(self._waiting)
 
-    def add(self, submission: Submission) -> TokenEvent | None:
-        """Accept a request, or return the event that refuses it."""
+    def add(self, submission: Submission, grammar: GrammarState | None = None) -> TokenEvent | None:
+        """Accept a request, or return the event that refuses it. `grammar`: where the one it names begins."""
         if submission.request in self._waiting or submission.request in self._running:
             raise ValueError(f"request {submission.request} exists already")
         request = Request.of(submission, self._limits, self._eos_ids, self._clock())
         reason = request.reason_to_refuse(submission.max_tokens, self._limits, self.pool.total)
+        if reason is None and grammar is not None:
+            request.grammar, reason = grammar, grammar.failure
         if reason is not None:
             return TokenEvent(request=request.id, finish="error", error=reason)
         self._waiting[request.id] = request
@@ -111,6 +115,7 @@ class Scheduler:
         """Decide the next step; None if nothing can be computed before a step in flight has landed."""
         if self._suspects and self._flights:
             return None
+        await_masks(request.grammar for request in self._running.values() if request.grammar is not None)
         draft = Draft(self._limits.max_tokens)
         self._continue_running(draft)
         if not draft.short:
@@ -127,7 +132,7 @@ class Scheduler:
     def _continue_running(self, draft: Draft) -> None:
         for request in tuple(self._running.values()):
             count = min(request.remaining, draft.budget)
-            if count == 0 or request.slot is None or request is draft.left_out or request.unknown:
+            if count == 0 or request.slot is None or request is draft.left_out or request.held(count):
                 continue
             if self._grow(request, request.slot, count, draft):
                 self._add_row(request, request.slot, count, draft)
@@ -216,7 +221,7 @@ class Scheduler:
 
     def _add_row(self, request: Request, slot: int, count: int, draft: Draft) -> None:
         start, end = request.computed, request.computed + count
-        sample = end == request.known + request.pending and request.limit > 0
+        sample = request.samples(count)
         score = start < request.scores and request.scored < min(end, request.scores)
         mask = request.next_mask() if sample else None
         draft.rows.append((Row(slot, start, count, sample, score, mask), request))
@@ -249,7 +254,8 @@ class Scheduler:
             # Its K and V are suspect, those found in the cache included: nobody else may find them.
             self.pool.withdraw(request.blocks)
             self._end(request, "error")
-            message = "the model computed values that are not finite for this request"
+            failure = None if request.grammar is None else request.grammar.failure
+            message = failure or "the model computed values that are not finite for this request"
             return request.announce(TokenEvent(request=request.id, finish="error", error=message))
         end = row.start + row.count
         scores = self._new_scores(request, row, outcome)

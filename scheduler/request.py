@@ -6,8 +6,9 @@ from typing import Self
 import msgspec
 
 from octavo.model.step import SamplingParams
+from octavo.scheduler.grammar import GrammarState
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
-from octavo.scheduler.restrictions import next_mask
+from octavo.scheduler.restrictions import next_mask, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Request:
     arrival: float
     """Seconds on the scheduler's clock."""
 
+    grammar: GrammarState | None = None
+    """Where it stands in the grammar that its output follows."""
     output: list[int] = field(default_factory=list)
     slot: int | None = None
     """Its place on the device; None while it waits and after its end."""
@@ -128,14 +131,22 @@ class Request:
         """Tokens that could be computed now. 0 if its last token is in flight."""
         return min(self.known + self.pending, self.span) - self.computed
 
-    @property
-    def unknown(self) -> bool:
-        """Whether what it may sample next depends on a token that is still in flight."""
-        return self.pending > 0 and bool(self.params.bad_words)
+    def samples(self, count: int) -> bool:
+        """Whether `count` more tokens reach the end of the known ones, so that the next one is sampled."""
+        return self.computed + count == self.known + self.pending and self.limit > 0
+
+    def held(self, count: int) -> bool:
+        """Whether a row of `count` tokens must wait for a token in flight, or for a mask that is being made."""
+        if self.pending > 0 and (self.params.bad_words or self.grammar is not None):
+            return True
+        return self.grammar is not None and self.samples(count) and not self.grammar.job.done()
 
     def next_mask(self) -> bytes | None:
         """Which tokens it may sample next; None: all of them."""
-        return next_mask(self.params, self.output, self.pending, self.ending_ids)
+        if self.grammar is None:
+            return next_mask(self.params, self.output, self.pending, self.ending_ids)
+        early = len(self.output) < self.params.min_tokens
+        return without(self.grammar.mask(), self.ending_ids) if early else self.grammar.mask()
 
     @property
     def scores(self) -> int:
@@ -161,12 +172,16 @@ class Request:
             raise ValueError(f"the runner sampled no token for request {self.id}")
         self.pending -= 1
         self.output.append(token)
-        if len(self.output) > self.params.min_tokens:
+        if len(self.output) > self.params.min_tokens or self.grammar is not None:
             if token in self.eos_ids:
                 return "stop", None
             if token in self.params.stop_token_ids:
                 return "stop", token
-        return ("length" if len(self.output) >= self.limit else None), None
+        if len(self.output) >= self.limit:
+            return "length", None
+        if self.grammar is not None:
+            self.grammar.take(token)
+        return None, None
 
     def announce(self, event: TokenEvent) -> TokenEvent:
         """Mark the first event after the admission with what is known since then; return later ones as they are."""

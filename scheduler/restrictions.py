@@ -23,6 +23,14 @@ def next_mask(params: SamplingParams, output: Sequence[int], pending: int, endin
     return bytes(mask)
 
 
+def without(mask: bytes, tokens: Sequence[int]) -> bytes:
+    """Return a mask less some tokens, unless nothing would be left."""
+    rest = bytearray(mask)
+    for token in tokens:
+        _forbid(rest, token)
+    return bytes(rest) if any(rest) else mask
+
+
 def _completing(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> Iterator[int]:
     """Yield tokens that would complete a word."""
     for word in words:

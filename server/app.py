@@ -23,7 +23,7 @@ from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Shown
 from octavo.server.body import JSONBody, read
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
-from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, queue_full
+from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
 from octavo.server.metrics import CONTENT_TYPE, Metrics
@@ -31,6 +31,7 @@ from octavo.server.openapi import document
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
 from octavo.server.stream import ClientGoneError, EventStream, while_connected
+from octavo.server.structured import GrammarCompiler, constraint_of, vocabulary_of
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
@@ -57,6 +58,18 @@ class Service:
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    grammars: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(vocabulary_of(self.tokenizer, self.client.ready))
+
+    def open(self) -> None:
+        """Prepare the engine for requests that follow a grammar. To be called on the loop."""
+        self.client.learn(self.grammars.vocabulary)
+
+    def close(self) -> None:
+        """End what was started beside the engine."""
+        self.grammars.close()
 
     @property
     def fingerprint(self) -> str:
@@ -96,7 +109,17 @@ class Service:
             metrics.rejected("queue_tokens")
             raise queue_full(f"{self.max_queued_tokens} prompt tokens")
 
-    def start(self, request: SamplingFields, prepared: Prepared) -> list[Choice]:
+    async def grammar(self, request: SamplingFields) -> str | None:
+        """Return the grammar that every choice must follow, if there is one. Raises APIError (400, 429)."""
+        constraint = constraint_of(request.response_format, request.structured_outputs)
+        if constraint is None:
+            return None
+        for name in ("ignore_eos", "allowed_token_ids", "bad_words"):
+            if getattr(request, name):
+                raise invalid(name, f"'{name}' cannot be combined with '{constraint.param}'.")
+        return await self.grammars.compile(constraint)
+
+    def start(self, request: SamplingFields, prepared: Prepared, grammar: str | None) -> list[Choice]:
         """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
         generations = len(prepared.prompts) * prepared.choices
         self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
@@ -109,9 +132,10 @@ class Service:
                         request.stop,
                         include_stop=bool(request.include_stop_str_in_output),
                         skip_special_tokens=request.skip_special_tokens is not False,
-                        continuing=isinstance(request, CompletionRequest),
+                        # What follows a grammar begins with its first character.
+                        continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
-                    generation = self.client.submit(prompt, params, limit, prepared.salt)
+                    generation = self.client.submit(prompt, params, limit, prepared.salt, grammar)
                     show_stop_ids = bool(request.include_stop_str_in_output)
                     choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop_ids))
         except EngineError:
@@ -184,7 +208,7 @@ async def _answer(
     service: Service, request: Request, body: SamplingFields, prepared: Prepared, writer: Writer
 ) -> Response:
     """Run the choices and answer, whole or as a stream. Nothing is left running when the client has gone."""
-    choices = service.start(body, prepared)
+    choices = service.start(body, prepared, await service.grammar(body))
     headers = {"x-octavo-seed": str(prepared.seed)}
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage is True

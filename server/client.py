@@ -29,6 +29,7 @@ from octavo.scheduler.messages import (
     Submission,
     ToEngine,
     TokenEvent,
+    Vocabulary,
 )
 from octavo.server.metrics import Metrics
 
@@ -155,13 +156,29 @@ class EngineClient:
         """Requests submitted and not finished."""
         return len(self._live)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, max_tokens: int, salt: bytes = b"") -> Generation:
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Tell the engine what tokens say. Requests that follow a grammar need it."""
+        self._link.send(vocabulary)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        salt: bytes = b"",
+        grammar: str | None = None,
+    ) -> Generation:
         """Send a request to the engine. Raises EngineError where there is none."""
         if self.failure is not None:
             raise EngineError(str(self.failure), self.failure.exit_code)
         generation = Generation(next(self._numbers), self._abort)
         submission = Submission(
-            request=generation.request, prompt=tuple(prompt), params=params, max_tokens=max_tokens, salt=salt
+            request=generation.request,
+            prompt=tuple(prompt),
+            params=params,
+            max_tokens=max_tokens,
+            salt=salt,
+            grammar=grammar,
         )
         self._link.send(submission)
         self._live[generation.request] = generation

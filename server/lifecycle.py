@@ -143,6 +143,7 @@ class Daemon:
         for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
         self._serving = True
+        service.open()
         background = (_log_activity(client), watch_event_loop(self._metrics.lagged), self._end(server, service))
         tasks = [asyncio.create_task(work) for work in background]
         self._entrance.open(service)
@@ -150,6 +151,7 @@ class Daemon:
         try:
             await server.until_ended()
         finally:
+            service.close()
             for task in tasks:
                 task.cancel()
 

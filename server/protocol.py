@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from octavo.server.errors import APIError, invalid
+from octavo.server.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -44,8 +45,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -211,6 +210,8 @@ class SamplingFields(_Request):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionRequest(SamplingFields):

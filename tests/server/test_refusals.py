@@ -127,9 +127,7 @@ def test_a15_a_giant_list_of_prompts_is_refused(live: Live) -> None:
     [
         ("suffix", "end"),
         ("guided_json", {"type": "object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("structured_outputs", {"regex": "a"}),
         ("use_beam_search", True),
     ],
 )

@@ -142,7 +142,7 @@ class ScriptedRunner:
             return RowResult(failed=True) if scores is None else RowResult(prompt_logprobs=scores)
         require(end == len(slot.tokens), f"slot {row.slot} samples after {end} of {len(slot.tokens)} tokens")
         likeliest = self.next_token(slot.tokens)
-        if likeliest is None or scores is None:
+        if likeliest is None or scores is None or (row.mask is not None and not any(row.mask)):
             slot.tokens.append(0)  # rows that are queued behind it run all the same
             return RowResult(failed=True)
         token = self._sample(slot, row, likeliest)

@@ -115,6 +115,7 @@ def live_server(
             max_queued_requests=max_queued_requests,
             max_queued_tokens=max_queued_tokens,
         )
+        service.open()
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(
             uvicorn.Config(
@@ -133,6 +134,7 @@ def live_server(
         try:
             await server.serve(sockets=[listener])
         finally:
+            service.close()
             await client.close()
             listener.close()
 
