@@ -117,6 +117,8 @@ class ModelRunner:
     ) -> None:
         """`record` runs a forward pass and returns what repeats it, of kernels and attention alike."""
         self.model = model
+        self.weights_digest = ""
+        """SHA-256 of the weights that were loaded, in hexadecimal."""
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
@@ -210,5 +212,6 @@ def build_runner(
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
     workspaces += kernels.threads * model.scratch_nbytes
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
-    load_weights(checkpoint, model.destinations(), progress)
-    return ModelRunner(model, attention, slots, Sampler(slots, RowScratch.of(arena)), arena, kernels.record)
+    runner = ModelRunner(model, attention, slots, Sampler(slots, RowScratch.of(arena)), arena, kernels.record)
+    runner.weights_digest = load_weights(checkpoint, model.destinations(), progress)
+    return runner

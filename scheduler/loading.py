@@ -72,7 +72,7 @@ def load(
         torch.set_num_threads(1)
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
     scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
-    return scheduler, runner, _describe(engine, ledger, invariance, time.monotonic() - started)
+    return scheduler, runner, _describe(engine, ledger, runner.weights_digest, invariance, time.monotonic() - started)
 
 
 def choose(config: EngineConfig) -> tuple[Checkpoint, torch.dtype, Kernels]:
@@ -142,7 +142,9 @@ def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels:
     return _Engine(model, kernels, dtype, plan.limits, plan.memory)
 
 
-def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str], load_seconds: float) -> Ready:
+def _describe(
+    engine: _Engine, ledger: MemoryLedger, weights_digest: str, invariance: tuple[bool, str], load_seconds: float
+) -> Ready:
     model, limits = engine.config, engine.limits
     return Ready(
         architecture=model.architecture,
@@ -158,6 +160,7 @@ def _describe(engine: _Engine, ledger: MemoryLedger, invariance: tuple[bool, str
         device="cpu",
         dtype=str(engine.dtype).removeprefix("torch."),
         quantised=tuple(sorted(set(kept_quantised(model, panels=engine.kernels.panels).values()))),
+        weights_digest=weights_digest,
         kernels=engine.kernels.name,
         process=os.getpid(),
         memory=(

@@ -172,6 +172,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     quantised: tuple[str, ...] = ()
     """Types of the weights that stay in their quantised blocks."""
+    weights_digest: str
+    """SHA-256 of the weights as they were read, in hexadecimal."""
     kernels: str
     """Name of the code path, for example "avx512_bf16"."""
     process: int

@@ -73,9 +73,9 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies what computes the answers: model, dtype, code path and version."""
+        """Identifies what computes the answers: weights, dtype, code path and version."""
         ready = self.client.ready
-        parts = (ready.architecture, ready.parameters, ready.dtype, ready.kernels, __version__)
+        parts = (ready.architecture, ready.weights_digest, ready.dtype, ready.quantised, ready.kernels, __version__)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def condition(self) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -97,8 +98,10 @@ class RandomCheckpoint:
 
 def load_weights(
     checkpoint: Checkpoint, destinations: Mapping[str, Destination], progress: Callable[[int, int], None]
-) -> None:
+) -> str:
     """Copy every destination's tensor into it, slice by slice; `progress` hears bytes done and bytes in all.
+
+    Returns the SHA-256 of all that was read, in hexadecimal; it is made on a thread of its own, beside the reading.
 
     The bytes are those of the model in the checkpoint's own dtype, or in its blocks where they are kept. Raises
     CheckpointError, before anything is read, where a tensor is missing, has another shape or is not expected.
@@ -108,16 +111,22 @@ def load_weights(
     check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
     total = sum(destination.shape[0] * _row_bytes(destination, itemsize) for destination in destinations.values())
-    done = 0
-    for name, destination in destinations.items():
-        rows, row_size = destination.shape[0], math.prod(destination.shape[1:])
-        step = max(1, SLICE_BYTES // (4 * row_size))
-        for first_row in range(0, rows, step):
-            count = min(step, rows - first_row)
-            widen = not destination.quantised
-            destination.load(first_row, checkpoint.read(source_of(name, tied=tied), first_row, count, widen=widen))
-            done += count * _row_bytes(destination, itemsize)
-            progress(done, total)
+    done, digest = 0, hashlib.sha256()
+    with ThreadPoolExecutor(1) as hashing:
+        hashed: Future[None] = hashing.submit(digest.update, b"")
+        for name, destination in destinations.items():
+            rows, row_size = destination.shape[0], math.prod(destination.shape[1:])
+            step = max(1, SLICE_BYTES // (4 * row_size))
+            for first_row in range(0, rows, step):
+                count = min(step, rows - first_row)
+                source, widen = source_of(name, tied=tied), not destination.quantised
+                part = checkpoint.read(source, first_row, count, widen=widen)
+                hashed.result()  # one slice waits at most
+                hashed = hashing.submit(digest.update, part.contiguous().view(torch.uint8).numpy().data)
+                destination.load(first_row, part)
+                done += count * _row_bytes(destination, itemsize)
+                progress(done, total)
+    return digest.hexdigest()
 
 
 def _row_bytes(destination: Destination, itemsize: int) -> int:

@@ -325,3 +325,27 @@ def test_a_load_format_must_be_known_and_fit(tmp_path):
             open_checkpoint(path, load_format)
     with pytest.raises(CheckpointError, match="choose one of auto, safetensors, gguf, random"):
         open_checkpoint(tmp_path, "pickle")
+
+
+def digest(path):
+    checkpoint = open_checkpoint(path)
+    destinations = {
+        name: Destination(shape, lambda first_row, rows: None)
+        for name, shape in tensor_shapes(checkpoint.config).items()
+    }
+    return load_weights(checkpoint, destinations, lambda done, total: None)
+
+
+def test_the_digest_of_weights_changes_with_any_of_them_and_with_nothing_else(tmp_path):
+    model = tiny_model(tmp_path, "llama", tied=False)
+    first = digest(tmp_path)
+    assert len(bytes.fromhex(first)) == 32
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert digest(tmp_path) == first
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.view(-1)[-1] += 1
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        changed = digest(tmp_path)
+        assert changed != first, name
+        first = changed

@@ -38,6 +38,7 @@ READY = Ready(
     eos_ids=(1, 2),
     device="cpu",
     dtype="bfloat16",
+    weights_digest="00ff",
     kernels="torch",
     process=77,
     memory=(MemoryLine(bucket="weights", planned=1, allocated=2),),

@@ -88,6 +88,7 @@ def ready(config: EngineConfig, blocks: int) -> Ready:
         eos_ids=(END,),
         device="cpu",
         dtype="bfloat16",
+        weights_digest="0" * 64,
         kernels="scripted",
         process=os.getpid(),
         memory=(
