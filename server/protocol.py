@@ -21,6 +21,8 @@ MAX_BAD_WORDS = 128
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_SHOWN_NAME = 64
+"""Longer names of a client's own are not repeated to it."""
 MAX_DEPTH = 32
 """Of objects and arrays within each other."""
 
@@ -332,6 +334,10 @@ def _path(location: Sequence[str | int]) -> str:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "list", "int", "float", "bool", "none"):
+        elif (
+            len(part) <= MAX_SHOWN_NAME
+            and part.isidentifier()
+            and part not in ("str", "list", "int", "float", "bool", "none")
+        ):
             path += f".{part}"
     return path

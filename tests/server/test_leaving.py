@@ -17,6 +17,7 @@ from support.live import Live, live_server, story_command
 from support.story_engine import CRASH, SLOW
 
 from octavo.scheduler.messages import EngineConfig
+from octavo.server import stream
 
 ABORTED = 'octavo_request_success_total{finished_reason="abort"}'
 
@@ -148,6 +149,26 @@ def test_b18_a_request_that_breaks_the_device_ends_with_an_error_event_and_other
         assert text == undisturbed
         assert live.service.client._process.pid == engine
         assert live.metric("octavo_failed_steps_total") >= 4
+
+
+def test_b17_a_stream_that_waits_is_kept_alive_by_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.1)
+    config = EngineConfig(model="smollm2", max_num_seqs=1)
+    with live_server(config, command=story_command(tmp_path, {})) as live:
+        body = {"model": "smollm2", "prompt": [SLOW], "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as running:
+            arriving = running.iter_bytes()
+            next(arriving)
+            waits = {**body, "prompt": [5], "max_tokens": 2}
+            with httpx.stream("POST", f"{live.url}/v1/completions", json=waits, timeout=60) as waiting:
+                assert waiting.headers["cache-control"] == "no-cache"
+                assert waiting.headers["x-accel-buffering"] == "no"
+                lines = waiting.iter_lines()
+                assert [next(lines), next(lines)] == [": keep-alive", ""]
+                running.close()
+                rest = [line for line in lines if line and not line.startswith(":")]
+                assert rest[-1] == "data: [DONE]"
+                assert all(line.startswith("data: ") for line in rest)
 
 
 def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies(tmp_path: Path) -> None:

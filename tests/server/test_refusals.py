@@ -108,6 +108,39 @@ def test_a09_token_ids_that_do_not_exist_are_refused(live: Live, prompt: object)
     refused(live, "/v1/completions", {"model": "smollm2", "prompt": prompt}, "prompt")
 
 
+LARGE = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [[None] * 4000]},
+        {"prompt": [[LARGE]]},
+        {"prompt": "a", "stop": [None] * 4000},
+        {"prompt": "a", "stop": [LARGE]},
+        {"prompt": "a", "temperature": LARGE},
+        {"prompt": "a", "logit_bias": {LARGE: 1}},
+        {"prompt": "a", "logit_bias": {"5": LARGE}},
+        {"prompt": "a", "n": int("9" * 4000)},
+        {"prompt": "a", "stream_options": {LARGE: 1}, "stream": False},
+        {"prompt": "a", "bad_words": [{LARGE: LARGE}] * 10},
+        {"prompt": "a", "model": LARGE},
+        {"prompt": LARGE * 3},
+        {"messages": [{"role": LARGE, "content": None}] * 20},
+        {"messages": [{"role": "user", "content": [{"type": LARGE}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {LARGE: [1]}},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {LARGE: "a", "tools": LARGE}},
+    ],
+)
+def test_a16_an_error_is_short_however_large_the_input(live: Live, fields: dict) -> None:
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    response = httpx.post(live.url + path, json={"model": "smollm2", **fields}, timeout=30)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1024
+    assert "xxxx" not in response.text
+    ordinary(live)
+
+
 @pytest.mark.parametrize("prompt", ["", [""], [], [[]], None])
 def test_a12_an_empty_prompt_is_refused(live: Live, prompt: object) -> None:
     refused(live, "/v1/completions", {"model": "smollm2", "prompt": prompt}, "prompt")
