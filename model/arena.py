@@ -42,6 +42,9 @@ class ActivationArena:
         """Rows whose logits fit at one time, padding included."""
         return self._areas["logits"].shape[0]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._areas
+
     def view(self, name: str, rows: int) -> Tensor:
         """Return the first rows of an area: [rows, columns], contiguous. IndexError if the area has fewer."""
         area = self._areas[name]

@@ -62,20 +62,28 @@ def load(areas: Iterable[Area], points: Iterable[int]) -> int:
 
 
 def step_areas(
-    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1
+    config: ModelConfig,
+    max_tokens: int,
+    max_rows: int,
+    element_bytes: int,
+    ranks: int = 1,
+    *,
+    gate_in_place: bool = True,
 ) -> tuple[Area, ...]:
     """All tensors of a forward pass over max_tokens tokens, of which max_rows at a time meet the LM head.
 
     `to_attention` and `to_feed_forward` are the normed spine; the branches leave their results in the same bytes, from
-    where they are added to the spine. SiLU(gate) * up overwrites the gate half, so it needs no area. The logits are
-    float32 straight from the product: 4V bytes a row where a half-precision product and its copy would take 6V. The
-    last norm's output outlives a slice of logits, since a scored prompt takes several slices. From the logits tokens
-    are sampled row by row, in the scratch of one row: 29V bytes of what the rest of the pass has left.
+    where they are added to the spine. SiLU(gate) * up overwrites the gate half, so it needs no area, unless the kernels
+    cannot write there (`gate_in_place`). The logits are float32 straight from the product: 4V bytes a row where a
+    half-precision product and its copy would take 6V. The last norm's output outlives a slice of logits, since a scored
+    prompt takes several slices. From the logits tokens are sampled row by row, in the scratch of one row: 29V bytes of
+    what the rest of the pass has left.
 
     With tensor parallelism a rank computes its part of the vocabulary and samples from the whole.
 
     The order is that of placement. The longest-lived come first, `to_feed_forward` right after the area whose bytes it
-    takes over, so that no gap is left between them.
+    takes over, so that no gap is left between them. With an area of its own for SiLU(gate) * up, the three that are
+    alive together at the fullest point come first instead, and the normed spine goes where one of them is not needed.
     """
     tokens, rows = padded(max_tokens), padded(max_rows)
     whole_pass = range(_SAMPLE + 1)
@@ -83,13 +91,17 @@ def step_areas(
     def activation(name: str, columns: int, points: Iterable[int]) -> Area:
         return Area(name, tokens, columns, element_bytes, frozenset(points))
 
+    normed = (
+        activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD, _SAMPLE)),
+        activation("to_feed_forward", config.width, (_OUTPUT, _GATE_UP)),
+    )
+    spine = activation("spine", config.width, BLOCK_POINTS)
+    gate_up = activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)[: 3 if gate_in_place else 2])
+    gated = activation("gated", config.ffn_width, (_SILU, _DOWN))
     return (
         Area("tokens", tokens, 1, 4, frozenset(whole_pass)),
         Area("positions", tokens, 1, 4, frozenset(whole_pass)),
-        activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD, _SAMPLE)),
-        activation("to_feed_forward", config.width, (_OUTPUT, _GATE_UP)),
-        activation("spine", config.width, BLOCK_POINTS),
-        activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)),
+        *((*normed, spine, gate_up) if gate_in_place else (spine, gate_up, gated, *normed)),
         activation("qkv", config.q_width + 2 * config.kv_width, (_QKV, _ATTENTION)),
         activation("attended", config.q_width, (_ATTENTION, _OUTPUT)),
         Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD, _SAMPLE))),
@@ -99,14 +111,20 @@ def step_areas(
 
 
 def arena_layout(
-    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1
+    config: ModelConfig,
+    max_tokens: int,
+    max_rows: int,
+    element_bytes: int,
+    ranks: int = 1,
+    *,
+    gate_in_place: bool = True,
 ) -> ArenaLayout:
     """Place the areas in the order they are listed, each at the lowest offset free at all of its points.
 
     For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
     size is the load of the fullest point.
     """
-    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks)
+    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, gate_in_place=gate_in_place)
     offsets: dict[str, int] = {}
     for area in areas:
         rivals = [other for other in areas if other.name in offsets and other.points & area.points]
@@ -116,12 +134,14 @@ def arena_layout(
 
 
 @lru_cache(maxsize=4096)
-def bytes_in_use(config: ModelConfig, tokens: int, rows: int, element_bytes: int) -> int:
+def bytes_in_use(config: ModelConfig, tokens: int, rows: int, element_bytes: int, *, gate_in_place: bool = True) -> int:
     """Bytes that a step of so many tokens and rows of logits fills at its fullest point; 0 for a step without tokens.
 
     Of the largest step it is the size of the arena.
     """
-    return load(step_areas(config, tokens, rows, element_bytes), range(_SAMPLE + 1)) if tokens else 0
+    if not tokens:
+        return 0
+    return load(step_areas(config, tokens, rows, element_bytes, gate_in_place=gate_in_place), range(_SAMPLE + 1))
 
 
 def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:

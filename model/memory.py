@@ -13,6 +13,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.kernels.packing import expanded_bytes, packed_elements, quantised_bytes
 from octavo.model.matrices import BlockMatrices, FusedMatrix, kept_quantised, vocabulary_matrices
 from octavo.model.weights.errors import CheckpointError
+from octavo.model.workspaces import Workspaces
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -32,6 +33,11 @@ class RunnerLimits:
     """Positions in a block of the cache."""
     blocks: int
     """Blocks in the pool."""
+
+    @property
+    def table_entries(self) -> int:
+        """Blocks in the tables of all slots together, shared ones counted as often as they occur."""
+        return self.max_rows * -(-self.max_model_len // self.block_size)
 
     @property
     def slot_bytes(self) -> int:
@@ -58,8 +64,10 @@ class Formats:
     """How many compute; each expands panels of quantised weights in memory of its own."""
     ranks: int = 1
     """Degree of tensor parallelism: devices that share one model."""
-    workspaces: int = 0
-    """Bytes that libraries are given to work in."""
+    gate_in_place: bool = True
+    """Whether SiLU(gate) * up overwrites the gate (`Kernels.gate_in_place`)."""
+    workspaces: Workspaces | None = None
+    """What libraries are given to work in on a GPU; None on a CPU."""
 
     @classmethod
     def of(cls, element_bytes: int, *, panels: bool, threads: int = 1) -> "Formats":
@@ -89,7 +97,14 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     """
     rank = rank_shape(config, formats.ranks)
     lines = {
-        "arena": arena_layout(rank, limits.max_tokens, limits.max_rows, formats.activations, formats.ranks).bytes,
+        "arena": arena_layout(
+            rank,
+            limits.max_tokens,
+            limits.max_rows,
+            formats.activations,
+            formats.ranks,
+            gate_in_place=formats.gate_in_place,
+        ).bytes,
         "token ids of all slots": limits.slot_bytes,
         "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),
@@ -98,8 +113,12 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
         lines["expanded panels"] = formats.threads * expanded_bytes(widest, formats.activations)
     if formats.ranks > 1:
         lines["gathered logits"] = _FLOAT32 * padded(limits.max_rows) * config.vocabulary
-    if formats.workspaces:
-        lines["workspaces"] = formats.workspaces
+    if formats.workspaces is not None:
+        layout = kv_layout(rank, limits.block_size, formats.cache)
+        attention = formats.workspaces.attention_bytes(
+            rank, limits.max_rows, limits.max_tokens, limits.table_entries, formats.activations
+        )
+        lines["workspaces"] = attention + layout.block_bytes + formats.workspaces.library_bytes()
     return lines
 
 

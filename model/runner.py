@@ -13,9 +13,12 @@ from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import arena_layout, bytes_in_use
-from octavo.model.attention import AttentionBackend
+from octavo.model.attention import EMPTY_BATCH, AttentionBackend
 from octavo.model.attention.load import load_attention
+from octavo.model.device import CPU, Fence, Lander, to_device
+from octavo.model.device_sampling import DeviceSampler
 from octavo.model.draw import RowScratch
+from octavo.model.graphs import Capture, DecodeGraphs, Gpu
 from octavo.model.kernels import Kernels
 from octavo.model.memory import RunnerLimits, kv_layout
 from octavo.model.sampling import Sampled, Sampler
@@ -76,19 +79,25 @@ class _Rows:
         return _Wanted(first[row] + offset, self.slots[row], self.starts[row] + offset + 1)
 
 
+Landed = tuple[Sampled, Fence]
+"""Results on their way to the host, and when they are there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A step on its way: results are read from the device once they are waited for."""
+    """A step on its way: results are read once they have landed on the host."""
 
     rows: _Rows
-    sampled: list[Sampled]
-    scored: list[Sampled]
+    sampled: list[Landed]
+    scored: list[Landed]
     activations: int
 
     def wait(self) -> StepResult:
         """Put together what was sampled and scored, in the order of the rows."""
-        sampled = iter([result for part in self.sampled for result in part.results()])
-        scored = iter([result for part in self.scored for result in part.results()])
+        for _, fence in (*self.sampled, *self.scored):
+            fence.wait()
+        sampled = iter([result for part, _ in self.sampled for result in part.results()])
+        scored = iter([result for part, _ in self.scored for result in part.results()])
         results = []
         for samples, scores in zip(self.rows.samples, self.rows.scores, strict=True):
             own = next(sampled) if samples else RowResult()
@@ -114,8 +123,12 @@ class ModelRunner:
         sampler: Sampler,
         arena: ActivationArena,
         record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`record` runs a forward pass and returns what repeats it, of kernels and attention alike."""
+        """`record` runs a forward pass and returns what repeats it, of kernels and attention alike.
+
+        With `capture`, steps of one token a row are captured now, in all sizes, and replayed from then on.
+        """
         self.model = model
         self.weights_digest = ""
         """SHA-256 of the weights that were loaded, in hexadecimal."""
@@ -126,8 +139,15 @@ class ModelRunner:
         self._record = record
         self._repeats: dict[int, Callable[[], None]] = {}
         """How to repeat the forward pass of so many tokens."""
+        self._lander = Lander(slots.device)
         self._cache_slots = torch.empty(arena.max_tokens, dtype=torch.int32)
         """Where each token's K and V go: on the host, as the attention backends plan there."""
+        self._all_rows = torch.arange(arena.max_rows, device=slots.device)
+        self._logits_ready = False
+        """Whether the arena holds the logits of every row of the step, still unchanged."""
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(capture, slots.tokens.shape[0], self._prepare_capture, self._decode)
 
     def submit(self, step: Step) -> Pending:
         """Queue a step. ValueError if it is larger than the arena or contradicts the slot table."""
@@ -142,7 +162,8 @@ class ModelRunner:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
         logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
         kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
-        return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize)
+        in_place = self.model.kernels.gate_in_place
+        return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize, gate_in_place=in_place)
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
@@ -153,14 +174,18 @@ class ModelRunner:
         tokens, multiple = step.tokens, self.model.kernels.row_multiple
         if tokens > self._arena.max_tokens:
             raise ValueError(f"a step of {tokens} tokens exceeds the {self._arena.max_tokens} this runner is built for")
-        padded = -(-tokens // multiple) * multiple
+        size = self._graphs.size_for(tokens) if self._graphs is not None and tokens == len(step.rows) else None
+        padded = size or -(-tokens // multiple) * multiple
         token_ids = self._arena.view("tokens", padded)[:, 0]
         positions = self._arena.view("positions", padded)[:, 0]
         token_ids[tokens:].zero_()
         positions[tokens:].zero_()
         batch = self._slots.inputs(step, token_ids, positions, self._cache_slots)
-        self._attention.plan(batch)
-        if (repeat := self._repeats.get(padded)) is not None:
+        self._attention.plan(batch, padded_rows=size)
+        self._logits_ready = size is not None
+        if self._graphs is not None and size is not None:
+            self._graphs.replay(size)
+        elif (repeat := self._repeats.get(padded)) is not None:
             repeat()
         elif self._record is None or padded > self._arena.max_rows:
             # Longer steps compute for so long that Python's share does not count.
@@ -168,21 +193,37 @@ class ModelRunner:
         else:
             self._repeats[padded] = self._record(partial(self.model.forward, self._arena, padded, self._attention))
 
-    def _sample(self, wanted: _Wanted) -> Iterator[Sampled]:
+    def _decode(self, rows: int) -> None:
+        """Queue a whole step of one token a row, as it is captured: from the arena's tokens to its logits."""
+        self.model.forward(self._arena, rows, self._attention)
+        self.model.logits(self._arena, self._all_rows[:rows])
+
+    def _prepare_capture(self, rows: int) -> None:
+        """Plan a step in which every row is padding."""
+        self._arena.view("tokens", rows).zero_()
+        self._arena.view("positions", rows).zero_()
+        self._attention.plan(EMPTY_BATCH, padded_rows=rows)
+
+    def _sample(self, wanted: _Wanted) -> Iterator[Landed]:
         """Choose the next tokens and append them to their slots, where the next step finds them."""
         for part in wanted.parts(self._arena.max_rows):
             sampled = self._sampler.sample(self._logits(part), part.slots, part.positions)
             self._slots.append(part.slots, part.positions, sampled.tokens)
-            yield sampled.to_host()
+            yield sampled.to_host(self._lander)
 
-    def _score(self, wanted: _Wanted) -> Iterator[Sampled]:
+    def _score(self, wanted: _Wanted) -> Iterator[Landed]:
         """Look up the log-probabilities of prompt tokens, as many at a time as the arena's logits hold."""
         for part in wanted.parts(self._arena.max_rows):
-            yield self._sampler.score(self._logits(part), part.slots, part.positions).to_host()
+            scored = self._sampler.score(self._logits(part), part.slots, part.positions)
+            yield scored.to_host(self._lander)
 
     def _logits(self, wanted: _Wanted) -> Tensor:
-        """Return float32 [wanted, vocabulary], a view of the arena until the next call."""
-        return self.model.logits(self._arena, torch.from_numpy(wanted.tokens).to(self.model.rope.device))
+        """Return float32 [wanted, vocabulary], a view of the arena until the next call, and the caller's to change."""
+        count = len(wanted.tokens)
+        ready, self._logits_ready = self._logits_ready, False
+        if ready and np.array_equal(wanted.tokens, np.arange(count)):
+            return self._arena.view("logits", count)
+        return self.model.logits(self._arena, to_device(wanted.tokens, self._slots.device))
 
 
 def build_runner(
@@ -192,26 +233,38 @@ def build_runner(
     limits: RunnerLimits,
     ledger: MemoryLedger,
     progress: Callable[[int, int], None],
+    gpu: Gpu | None = None,
 ) -> ModelRunner:
     """Allocate everything a runner will ever use, enter it into the ledger, and load the weights.
 
-    progress hears bytes loaded and bytes in all. Raises CheckpointError, or MemoryError beyond the ledger's plan.
+    progress hears bytes loaded and bytes in all; gpu is None on a CPU. Raises CheckpointError, or MemoryError beyond
+    the ledger's plan.
     """
-    config, device = checkpoint.config, torch.device("cpu")
+    config, device = checkpoint.config, gpu.device if gpu else CPU
     layout = kv_layout(config, limits.block_size, dtype.itemsize)
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len)
     ledger.allocate("weights", model.weights_nbytes)
-    store = KVStore(layout, limits.blocks, dtype, device)
-    ledger.allocate("cache", store.nbytes)
-    attention = load_attention(config, store, kernels)
-    arena = ActivationArena(arena_layout(config, limits.max_tokens, limits.max_rows, dtype.itemsize), dtype, device)
+    padding_blocks = 1 if gpu else 0
+    store = KVStore(layout, limits.blocks + padding_blocks, dtype, device)
+    ledger.allocate("cache", limits.blocks * layout.block_bytes)
+    attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
+    areas = arena_layout(
+        config, limits.max_tokens, limits.max_rows, dtype.itemsize, gate_in_place=kernels.gate_in_place
+    )
+    arena = ActivationArena(areas, dtype, device)
     blocks_per_slot = layout.blocks_for(limits.max_model_len)
     slots = SlotTable(
         limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
     )
-    workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.blocks)
+    workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.table_entries)
     workspaces += kernels.threads * model.scratch_nbytes
+    workspaces += padding_blocks * layout.block_bytes + (gpu.workspaces.library_bytes() if gpu else 0)
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
-    runner = ModelRunner(model, attention, slots, Sampler(slots, RowScratch.of(arena)), arena, kernels.record)
-    runner.weights_digest = load_weights(checkpoint, model.destinations(), progress)
+    digest = load_weights(checkpoint, model.destinations(), progress)
+    scratch = RowScratch.of(arena)
+    if gpu:
+        runner = ModelRunner(model, attention, slots, DeviceSampler(slots, scratch), arena, capture=gpu.capture)
+    else:
+        runner = ModelRunner(model, attention, slots, Sampler(slots, scratch), arena, kernels.record)
+    runner.weights_digest = digest
     return runner

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.model.device import Fence, Lander
 from octavo.model.draw import RowScratch, draw, draw_truncated, largest, most_likely
 from octavo.model.penalties import penalise_occurrence, penalise_repetition
 from octavo.model.philox import uniforms
@@ -35,15 +36,6 @@ class Report:
     top_logprobs: Tensor
     """float32, shaped as top_ids."""
 
-    def to_host(self) -> "Report":
-        """Queue copies to the CPU."""
-        return Report(
-            self.row,
-            self.logprob.to("cpu", non_blocking=True),
-            self.top_ids.to("cpu", non_blocking=True),
-            self.top_logprobs.to("cpu", non_blocking=True),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -56,13 +48,13 @@ class Sampled:
     reports: tuple[Report, ...]
     """Of the rows that asked for log-probabilities, in order."""
 
-    def to_host(self) -> "Sampled":
-        """Queue copies to the CPU. Complete once the device has reached this point of its stream."""
-        return Sampled(
-            tokens=self.tokens.to("cpu", non_blocking=True),
-            failed=self.failed.to("cpu", non_blocking=True),
-            reports=tuple(report.to_host() for report in self.reports),
-        )
+    def to_host(self, lander: Lander) -> tuple["Sampled", Fence]:
+        """Queue copies to the host. They are complete once the fence is passed."""
+        parts = [(report.logprob, report.top_ids, report.top_logprobs) for report in self.reports]
+        landing = lander.land((self.tokens, self.failed, *(tensor for part in parts for tensor in part)))
+        tokens, failed, *rest = landing.tensors
+        reports = (Report(report.row, *rest[3 * number : 3 * number + 3]) for number, report in enumerate(self.reports))
+        return Sampled(tokens, failed, tuple(reports)), landing.fence
 
     def results(self) -> list[RowResult]:
         """Return one result per row. Waits for the device unless called on the completed `to_host`."""
@@ -98,8 +90,8 @@ class Sampler:
         index of the new token in prompt and output together, and all tokens before it must be in the slot table.
         """
         records = self._slots.sampling[slots]
-        failed, tokens = _not_finite(logits), largest(logits).int()
-        drawn, edited, asked = ~_greedy(records), self._edited(slots, positions), records["logprobs"] >= 0
+        failed, tokens = not_finite(logits), largest(logits).int()
+        drawn, edited, asked = ~greedy(records), self._edited(slots, positions), records["logprobs"] >= 0
         noise = uniforms(records["seed"], positions) if drawn.any() else np.zeros(len(slots))
         best, reports = torch.zeros(len(slots), device=logits.device), []
         for row in np.flatnonzero(drawn | edited | asked).tolist():
@@ -129,7 +121,7 @@ class Sampler:
         for row in np.flatnonzero(alternatives >= 0).tolist():
             torch.log_softmax(logits[row], 0, out=self._scratch.logprobs)
             reports.append(self._report(row, tokens, int(alternatives[row])))
-        return Sampled(tokens, _not_finite(logits), tuple(reports))
+        return Sampled(tokens, not_finite(logits), tuple(reports))
 
     def _report(self, row: int, tokens: Tensor, alternatives: int) -> Report:
         """Look up the row's token and its rivals in scratch.logprobs."""
@@ -171,12 +163,12 @@ class Sampler:
             logits.index_fill_(0, lists.ending_ids, -torch.inf)
 
 
-def _greedy(records: Records) -> Flags:
+def greedy(records: Records) -> Flags:
     """Which rows take the largest logit, be it by temperature or because nothing else is kept."""
     flags: Flags = (records["temperature"] == 0) | (records["top_k"] == 1) | (records["top_p"] <= 0)
     return flags
 
 
-def _not_finite(logits: Tensor) -> Tensor:
+def not_finite(logits: Tensor) -> Tensor:
     """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN."""
     return ~(logits.amax(dim=1).isfinite() & logits.amin(dim=1).isfinite())

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.attention import AttentionBatch
+from octavo.model.device import to_device
 from octavo.model.masks import TokenMasks
 from octavo.model.philox import unsigned_seed
 from octavo.model.step import Admission, Growth, Row, Step
@@ -129,7 +130,7 @@ class SlotTable:
         block = self._blocks[slot_of_token, positions // self.block_size]
         total = len(positions)
         slots_out[:total].copy_(_int32(block * self.block_size + positions % self.block_size))
-        positions_out[:total].copy_(_int32(positions), non_blocking=True)
+        positions_out[:total].copy_(to_device(positions.astype(np.int32), self.device))
         torch.index_select(self.tokens.view(-1), 0, self._cells(slot_of_token, positions), out=tokens_out[:total])
         block_indptr, row_of_block, index = _ragged(used_blocks)
         return AttentionBatch(
@@ -151,7 +152,7 @@ class SlotTable:
 
     def _cells(self, slots: IntArray, positions: IntArray) -> Tensor:
         """Return indices into the flattened token tensor: int64 [n], on the device."""
-        return torch.from_numpy(slots * self.tokens.shape[1] + positions).to(self.device, non_blocking=True)
+        return to_device(slots * self.tokens.shape[1] + positions, self.device)
 
     def _check_rows(self, slots: IntArray, counts: IntArray, lengths: IntArray) -> None:
         if (counts < 1).any():
@@ -174,7 +175,7 @@ class SlotTable:
         tokens = self._valid_ids(admission.tokens)
         if not 0 < len(tokens) <= self.max_model_len:
             raise ValueError(f"slot {slot} is given {len(tokens)} tokens; max_model_len is {self.max_model_len}")
-        self.tokens[slot, : len(tokens)].copy_(torch.from_numpy(tokens), non_blocking=True)
+        self.tokens[slot, : len(tokens)].copy_(to_device(tokens.astype(np.int32), self.device))
         self.lists[slot] = self._token_lists(admission)
         self.sampling[slot] = (
             params.temperature,
@@ -197,14 +198,11 @@ class SlotTable:
         bias = admission.params.logit_bias
         # A checkpoint may declare an end-of-sequence id that its own logits cannot name: it needs no mask.
         endings = [token for token in admission.ending_ids if 0 <= token < self.vocabulary]
+        values = [-math.inf if value <= _FORBIDDING_BIAS else value for _, value in bias]
         return TokenLists(
-            bias_ids=torch.from_numpy(self._valid_ids(tuple(token for token, _ in bias))).to(self.device),
-            bias_values=torch.tensor(
-                [-math.inf if value <= _FORBIDDING_BIAS else value for _, value in bias],
-                dtype=torch.float32,
-                device=self.device,
-            ),
-            ending_ids=torch.tensor(endings, dtype=torch.int64, device=self.device),
+            bias_ids=to_device(self._valid_ids(tuple(token for token, _ in bias)), self.device),
+            bias_values=to_device(np.array(values, dtype=np.float32), self.device),
+            ending_ids=to_device(np.array(endings, dtype=np.int64), self.device),
         )
 
     def _valid_ids(self, tokens: tuple[int, ...]) -> IntArray:

@@ -52,6 +52,8 @@ class Activations:
     """[tokens, width]: the attention branch before its addition, then norm(x')."""
     gate_up: Tensor
     """[tokens, 2 * ffn_width]"""
+    gated: Tensor | None
+    """[tokens, ffn_width]: SiLU(gate) * up, where it does not overwrite the gate."""
 
     @classmethod
     def of(cls, arena: ActivationArena, config: ModelConfig, tokens: int) -> "Activations":
@@ -71,6 +73,7 @@ class Activations:
             heads_out=attended.view(tokens, config.heads, config.head_dim),
             to_feed_forward=arena.view("to_feed_forward", tokens),
             gate_up=arena.view("gate_up", tokens),
+            gated=arena.view("gated", tokens) if "gated" in arena else None,
         )
 
 
@@ -108,7 +111,7 @@ class Block:
     def feed_forward_branch(self, step: Activations) -> None:
         """Read norm(x') from to_feed_forward, leave what is added to x' in to_attention, for the block above."""
         self.gate_up(step.to_feed_forward, out=step.gate_up)
-        gated = self._kernels.silu_mul(step.gate_up)
+        gated = self._kernels.silu_mul(step.gate_up, step.gated)
         self.down(gated, out=step.to_attention)
 
     def linears(self) -> tuple[Linear, ...]:

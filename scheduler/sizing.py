@@ -29,7 +29,7 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
     length = config.max_model_len or max_context
     if length > max_context:
         raise ConfigurationError(f"--max-model-len {length} exceeds the model's context of {max_context} tokens")
-    rows, tokens = (256, 8192) if on_gpu else (32, 128 if cores <= _FEW_CORES else 512)
+    rows, tokens = (256, 2048) if on_gpu else (32, 128 if cores <= _FEW_CORES else 512)
     # Each running request computes at least one token a step, so a default gives way to what was asked for.
     if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
         rows = min(rows, config.max_num_batched_tokens)

@@ -16,14 +16,13 @@ from octavo.model.matrices import kept_quantised
 from octavo.model.memory import Formats, activation_lines, rank_shape
 from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.errors import CheckpointError
+from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.planning import CPU_RUNTIME, EnginePlan, Machine, plan_engine, plan_without_pool, runner_limits
 from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
 MIB = 1 << 20
-GPU_WORKSPACES = (128 + 8 + 32) * MIB
-"""FlashInfer's float and int workspaces and cuBLAS's, which Octavo would allocate itself."""
 GPU_RUNTIME = 600 * MIB
 """A CUDA context with its libraries: a prediction, as only a running process can measure it."""
 COLLECTIVES_RUNTIME = 256 * MIB
@@ -62,7 +61,8 @@ class Question:
             panels=self.panels,
             threads=self.machine.cores,
             ranks=self.devices,
-            workspaces=GPU_WORKSPACES if self.device else 0,
+            gate_in_place=self.device is None,
+            workspaces=Workspaces() if self.device else None,
         )
 
     @property

@@ -203,7 +203,7 @@ SETTINGS = (
         count(1, 1 << 20),
         None,
         "Tokens computed in one step. More speeds long prompts up and makes others wait longer. "
-        "Default: 128 on up to 4 cores, 512 on more, 8192 on a GPU.",
+        "Default: 128 on up to 4 cores, 512 on more, 2048 on a GPU.",
         "N",
     ),
     Setting(

@@ -6,6 +6,7 @@ Three backends stand behind it: `reference` (plain torch, the oracle), `cpu` and
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -43,15 +44,33 @@ class AttentionBatch:
         return self.slots.shape[0]
 
 
+EMPTY_BATCH = AttentionBatch(
+    query_indptr=torch.zeros(1, dtype=torch.int32),
+    kv_lengths=torch.zeros(0, dtype=torch.int32),
+    block_indptr=torch.zeros(1, dtype=torch.int32),
+    block_indices=torch.zeros(0, dtype=torch.int32),
+    last_block_len=torch.zeros(0, dtype=torch.int32),
+    slots=torch.zeros(0, dtype=torch.int32),
+)
+"""A step without rows: what is planned for it is all padding."""
+
+
 class AttentionBackend(Protocol):
     """Paged attention over one KV store on one device."""
 
     def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:
-        """Allocate fixed workspaces for the largest step and return their size in bytes. Called once."""
+        """Allocate fixed workspaces for the largest step and return their size in bytes. Called once.
+
+        max_blocks: blocks in the tables of a step's rows together, shared ones counted as often as they occur.
+        """
         ...
 
     def plan(self, batch: AttentionBatch, *, padded_rows: int | None = None) -> None:
-        """Prepare one step. Called once before its forwards."""
+        """Prepare one step. Called once before its forwards.
+
+        padded_rows: rows of the captured step that is to be replayed; all rows of the batch are then of one token, and
+        the missing ones read and write what nobody needs. Only where steps are captured.
+        """
         ...
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -4,17 +4,25 @@ from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBackend
 from octavo.model.attention.cpu import CpuAttention
 from octavo.model.attention.fallback import TorchAttention
+from octavo.model.attention.flashinfer import FlashInferAttention
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.native import NativeKernels
+from octavo.model.workspaces import Workspaces
 
 
-def load_attention(config: ModelConfig, store: KVStore, kernels: Kernels) -> AttentionBackend:
-    """Make the attention of a CPU: from the compiled library where `kernels` have one, else in torch.
+def load_attention(
+    config: ModelConfig, store: KVStore, kernels: Kernels, workspaces: Workspaces | None = None
+) -> AttentionBackend:
+    """Make the attention of a GPU, where its `workspaces` are given, or of a CPU.
+
+    That of a CPU comes from the compiled library where `kernels` have one, else from torch.
 
     Raises:
         ValueError: a block size, head_dim or dtype that the compiled attention does not know.
     """
+    if workspaces is not None:
+        return FlashInferAttention(config, store, workspaces)
     if not isinstance(kernels, NativeKernels):
         return TorchAttention(config, store)
     variant = attention_variant(kernels.name, config.head_dim)

@@ -65,6 +65,8 @@ class Kernels(Protocol):
     """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
     panels: bool
     """Whether weights are kept in padded panels (see packing.py), in quantised blocks too, or as they are."""
+    gate_in_place: bool
+    """Whether SiLU(gate) * up may overwrite the gate; otherwise the arena has an area for it."""
     threads: int
     """How many threads compute."""
 
@@ -106,6 +108,10 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width] and return that half, a view."""
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write SiLU(gate) * up to out [tokens, width], or over the gate half of gate_up [tokens, 2 * width].
+
+        Returns what it was written to; without `out` that is a view of gate_up. Where `gate_in_place` is false, `out`
+        must be given.
+        """
         ...

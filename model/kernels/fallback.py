@@ -86,6 +86,7 @@ class TorchKernels:
     name = "torch"
     row_multiple = 8
     panels = False
+    gate_in_place = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -124,10 +125,10 @@ class TorchKernels:
             low, high = heads.float().chunk(2, dim=-1)
             heads.copy_(torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1))
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width] and return that half, a view."""
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write SiLU(gate) * up to out, or over the gate half of gate_up [tokens, 2 * width]; return that."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return gate.copy_(F.silu(gate.float()) * up)
+        return (gate if out is None else out).copy_(F.silu(gate.float()) * up)
 
 
 def _store(target: Tensor, first_row: int, source: Tensor) -> None:

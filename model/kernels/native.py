@@ -193,6 +193,7 @@ class NativeKernels:
 
     row_multiple = 1
     panels = True
+    gate_in_place = True
 
     def __init__(self, library: Library, name: str, dtype: torch.dtype) -> None:
         """`name` is the code path, one that this CPU can run; `dtype` that of weights and activations."""
@@ -271,14 +272,15 @@ class NativeKernels:
         if self._rotate(views, positions.data_ptr(), tokens, cos_sin.data_ptr(), most, head_dim):
             raise ValueError(f"positions: must be 0 .. {most - 1}, the rows of cos_sin")
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width] and return that half, a view."""
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write SiLU(gate) * up over the gate half of gate_up [tokens, 2 * width], copy it to out; return that."""
         width, odd = divmod(gate_up.shape[-1], 2)
         if odd:
             raise ValueError(f"gate_up: expected an even width, got {list(gate_up.shape)}")
         tokens, stride = _matrix("gate_up", gate_up, self.dtype, 2 * width)
         self._silu_mul(gate_up.data_ptr(), stride, tokens, width)
-        return gate_up[:, :width]
+        gated = gate_up[:, :width]
+        return gated if out is None else out.copy_(gated)
 
 
 def _matrix(name: str, tensor: Tensor, dtype: torch.dtype, width: int) -> tuple[int, int]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.attention import Bench, Row, Sequence, Shape, backends, set_threads
+from support.attention import FLASHINFER, Bench, Row, Sequence, Shape, backends, set_threads
 from torch import Tensor
 
-invariant_backends = pytest.mark.parametrize(("backend", "dtype"), backends("reference"), ids=str)
+invariant_backends = pytest.mark.parametrize(("backend", "dtype"), backends("reference", *FLASHINFER), ids=str)
 CHUNKS = (1, 2, 3, 5, 7, 16, 31, 64, 100)
 LENGTH = 260
 SHAPES = {
@@ -92,7 +92,9 @@ def test_the_comparison_finds_dense_attention_out(dtype: torch.dtype) -> None:
     assert differing(whole(bench, sequence), bench.chunks(sequence, 1)) > 0
 
 
-@pytest.mark.parametrize("backend", [name for name, dtype in backends("reference") if dtype == torch.float32])
+@pytest.mark.parametrize(
+    "backend", [name for name, dtype in backends("reference", *FLASHINFER) if dtype == torch.float32]
+)
 def test_the_comparison_finds_another_order_of_positions_out(backend: str) -> None:
     """The same keys and values, rotated by one span: mathematically equal, and other bits."""
     bench = Bench.of(Shape(), backend)

@@ -28,6 +28,7 @@ from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.headers import tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.lookup import find_config
+from octavo.model.workspaces import Workspaces
 
 LLAMA_70B = find_config("llama-3-70b")
 HALF = Formats.of(2, panels=False)
@@ -173,7 +174,7 @@ def test_what_cannot_be_divided_among_devices_is_refused(changes: dict[str, int]
 
 def test_the_parts_of_the_activations_add_up_to_the_bucket() -> None:
     limits = RunnerLimits(max_model_len=1000, max_rows=8, max_tokens=64, block_size=16, blocks=3)
-    for formats in (HALF, replace(HALF, ranks=2, workspaces=999)):
+    for formats in (HALF, replace(HALF, ranks=2, workspaces=Workspaces())):
         lines = activation_lines(LLAMA_70B, formats, limits)
         assert sum(lines.values()) == plan_memory(LLAMA_70B, formats, limits, 0).activations
         rank = rank_shape(LLAMA_70B, formats.ranks)
@@ -181,7 +182,10 @@ def test_the_parts_of_the_activations_add_up_to_the_bucket() -> None:
     assert lines["RoPE table"] == 4 * 1000 * 128
     assert lines["token masks of all slots"] == limits.mask_bytes(LLAMA_70B.vocabulary)
     assert lines["gathered logits"] == 4 * 8 * 128_256
-    assert lines["workspaces"] == 999
+    table_entries, indices = 8 * 63, 4 * (8 + 1 + 8)
+    attention = (128 + 2 * 8) * 2**20 + 4 * 32_768 + 8 * 64 + indices + 4 * table_entries
+    padding_block = 80 * 2 * 16 * 4 * 128 * 2
+    assert lines["workspaces"] == attention + padding_block + 40 * 2**22 + 32 * 2**20
 
 
 def test_the_bounds_are_bytes_over_bandwidth_and_operations_over_the_peak() -> None:

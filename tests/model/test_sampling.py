@@ -7,6 +7,7 @@ import torch
 from support.sampling_oracle import Case, Logits, expected, processed, row_scratch, run, run_in, sampler_of, table_of
 
 from octavo.model import draw
+from octavo.model.device import CPU, Lander
 from octavo.model.sampling import Sampled
 from octavo.model.step import RowResult, SamplingParams, Step
 
@@ -399,7 +400,9 @@ def test_large_finite_logits_do_not_fail() -> None:
 
 def test_results_on_the_host_equal_those_on_the_device() -> None:
     sampled = run(normal_logits(16, 90), mixed_cases(16, 90))
-    assert sampled.to_host().results() == sampled.results()
+    landed, fence = sampled.to_host(Lander(CPU))
+    fence.wait()
+    assert landed.results() == sampled.results()
 
 
 def test_the_oracle_edits_as_the_sampler_does() -> None:

@@ -2,31 +2,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from support.fake_device import PendingStep, ScriptedRunner
+from support.list_channel import ListChannel
 from support.scheduling import BLOCK_SIZE, VOCABULARY, make_scheduler, next_token, submission
 
 from octavo.model.step import SamplingParams, Step, StepResult
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.messages import Abort, EngineConfig, FinishReason, Shutdown, StepReport, ToEngine
+from octavo.scheduler.messages import Abort, EngineConfig, FinishReason, Shutdown
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
-
-
-class ListChannel:
-    """Hands out one batch of messages a turn, and a Shutdown once there are no more and the engine would wait."""
-
-    def __init__(self, *batches: Sequence[ToEngine]) -> None:
-        self.batches = list(batches)
-        self.blocked: list[bool] = []
-        self.reports: list[StepReport] = []
-
-    def receive(self, block: bool) -> Sequence[ToEngine]:
-        self.blocked.append(block)
-        if self.batches:
-            return self.batches.pop(0)
-        return [Shutdown()] if block else []
-
-    def send(self, message: StepReport) -> None:
-        self.reports.append(message)
 
 
 class LoggingRunner(ScriptedRunner):

@@ -29,7 +29,7 @@ def config(**fields: object) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("on_gpu", "cores", "rows", "tokens"),
-    [(False, 2, 32, 128), (False, 4, 32, 128), (False, 5, 32, 512), (True, 2, 256, 8192)],
+    [(False, 2, 32, 128), (False, 4, 32, 128), (False, 5, 32, 512), (True, 2, 256, 2048)],
 )
 def test_limits_that_are_not_given_come_from_model_and_machine(
     on_gpu: bool, cores: int, rows: int, tokens: int

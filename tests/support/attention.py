@@ -11,21 +11,40 @@ from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBackend, AttentionBatch
 from octavo.model.attention.cpu import CpuAttention
 from octavo.model.attention.fallback import TorchAttention
+from octavo.model.attention.flashinfer import HEAD_DIMS, XQA_BLOCK_SIZES, FlashInferAttention
 from octavo.model.attention.load import attention_variant
 from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.library import Library
 from octavo.model.kernels.load import available_paths, open_library
+from octavo.model.workspaces import Workspaces
 
 LAYERS, LAYER = 3, 1
 DTYPES = (torch.bfloat16, torch.float32)
-OTHERS = ("reference", "torch")
+FLASHINFER = {
+    "flashinfer": Workspaces(float_bytes=1 << 20),
+    "flashinfer-fa3": Workspaces(prefill="fa3", float_bytes=1 << 20),
+    "flashinfer-xqa": Workspaces(decode="xqa", float_bytes=1 << 20),
+}
+"""By name of a test's backend: with its compiled modules emulated, see flashinfer_emulation.py."""
+OTHERS = ("reference", "torch", *FLASHINFER)
 
 
 def backends(*excluded: str) -> list[tuple[str, torch.dtype]]:
     """All attention backends by name, each with the dtypes it knows; the CPU's go by their instruction set."""
     names = [(name, dtype) for dtype in DTYPES for name in (*OTHERS, *available_paths(dtype))]
-    return [(name, dtype) for name, dtype in names if name not in excluded]
+    return [
+        (name, dtype)
+        for name, dtype in names
+        if name not in excluded and (name not in FLASHINFER or dtype == torch.bfloat16)
+    ]
+
+
+def takes(backend: str, shape: "Shape") -> bool:
+    """Whether the backend has kernels for a shape."""
+    if backend not in FLASHINFER:
+        return True
+    return shape.head_dim in HEAD_DIMS and (backend != "flashinfer-xqa" or shape.block_size in XQA_BLOCK_SIZES)
 
 
 def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBackend:
@@ -34,6 +53,8 @@ def make_backend(name: str, config: ModelConfig, store: KVStore) -> AttentionBac
         return ReferenceAttention(config, store)
     if name == "torch":
         return TorchAttention(config, store)
+    if name in FLASHINFER:
+        return FlashInferAttention(config, store, FLASHINFER[name])
     return CpuAttention(config, store, shared_library(), attention_variant(name, config.head_dim))
 
 
@@ -114,18 +135,22 @@ class Row:
 class Bench:
     """One backend over a poisoned store, its blocks handed out in shuffled order."""
 
-    def __init__(self, shape: Shape, backend: AttentionBackend, store: KVStore, seed: int = 0) -> None:
+    def __init__(
+        self, shape: Shape, backend: AttentionBackend, store: KVStore, seed: int = 0, padding_blocks: int = 0
+    ) -> None:
         self.shape = shape
         self.store = store
         self.backend = backend
         self.random = torch.Generator().manual_seed(seed)
-        self.free = torch.randperm(store.blocks, generator=self.random).tolist()
-        backend.reserve(64, 4096, store.blocks)
+        blocks = store.blocks - padding_blocks
+        self.free = torch.randperm(blocks, generator=self.random).tolist()
+        backend.reserve(64, 4096, 64 * blocks)
 
     @classmethod
     def of(cls, shape: Shape, backend: str, blocks: int = 128) -> "Bench":
-        store = shape.store(blocks)
-        return cls(shape, make_backend(backend, shape.config(), store), store)
+        padding_blocks = int(backend in FLASHINFER)
+        store = shape.store(blocks + padding_blocks)
+        return cls(shape, make_backend(backend, shape.config(), store), store, padding_blocks=padding_blocks)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random, dtype=torch.float64).to(self.shape.dtype)

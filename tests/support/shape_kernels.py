@@ -25,6 +25,7 @@ class ShapeKernels:
     name = "shapes"
     row_multiple = 8
     panels = False
+    gate_in_place = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -44,7 +45,8 @@ class ShapeKernels:
         q.neg_()
         k.neg_()
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        assert out is None
         width = gate_up.shape[1] // 2
         return gate_up[:, :width].mul_(gate_up[:, width:])
 

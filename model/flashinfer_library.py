@@ -1,0 +1,38 @@
+"""The FlashInfer package: imported at first use, in a version that was tested, with the kernels that were tested.
+
+Nothing imports it at the top of a module: it takes seconds, and a CPU needs none of it. FlashInfer: Ye et al.,
+"FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", 2025.
+"""
+
+import importlib
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from octavo.model.device import DeviceError
+
+TESTED_VERSIONS = ("0.7.4", "0.7.2.post1")
+"""The newest first. Call signatures and the layout of kernels change between minor versions."""
+
+
+@cache
+def load_flashinfer() -> Any:
+    """Import the package. Raises DeviceError where it is missing or of another version than those tested."""
+    if (problem := flashinfer_problem()) is not None:
+        raise DeviceError(problem)
+    # Its norms have two implementations that add in different orders; which one it takes would otherwise depend on
+    # whether an unrelated package is installed.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    return importlib.import_module("flashinfer")
+
+
+def flashinfer_problem() -> str | None:
+    """Say in one line why the package cannot be used, if it cannot, without importing it."""
+    try:
+        installed = version("flashinfer-python")
+    except PackageNotFoundError:
+        return f"FlashInfer is not installed: pip install flashinfer-python=={TESTED_VERSIONS[0]}"
+    if installed in TESTED_VERSIONS:
+        return None
+    return f"FlashInfer {installed} was never tested with Octavo: pip install flashinfer-python=={TESTED_VERSIONS[0]}"

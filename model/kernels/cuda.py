@@ -1,0 +1,121 @@
+"""The dense operations on an NVIDIA GPU: products by cuBLAS through torch, everything else by FlashInfer.
+
+All sums are made in float32 and rounded once. Which order cuBLAS adds in depends on the number of rows, so a row's bits
+are those of its step, not of the row alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.model.flashinfer_library import load_flashinfer
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class CudaLinear:
+    """A Linear whose weight lies as the checkpoint has it, [out_features, in_features]."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], *, bias: bool) -> None:
+        self.out_features, self.in_features = shape
+        self._weight = torch.empty(shape, dtype=dtype, device=device)
+        self._bias = torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored weight and bias."""
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """No thread of the host keeps anything to multiply with it."""
+        return 0
+
+    def load(self, first_row: int, weight: Tensor) -> None:
+        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
+        self._weight[first_row : first_row + weight.shape[0]].copy_(weight)
+
+    def load_bias(self, first_row: int, bias: Tensor) -> None:
+        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
+        if self._bias is None:
+            raise ValueError("this linear has no bias")
+        self._bias[first_row : first_row + bias.shape[0]].copy_(bias)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Compute out [tokens, out_features], of x's dtype or float32, from x [tokens, in_features]."""
+        multiply(x, self._weight, self._bias, out)
+
+    def gather(self, rows: Tensor, out: Tensor) -> None:
+        """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""
+        torch.index_select(self._weight, 0, rows, out=out)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x W^T + b to out, which may be float32 where x is not: then the sums are not rounded."""
+    if out.dtype != x.dtype:
+        torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+class CudaKernels:
+    """The Kernels protocol on one GPU, in bfloat16 or float16."""
+
+    name = "flashinfer"
+    row_multiple = 1
+    panels = False
+    gate_in_place = False
+    threads = 0
+    """Of the host."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError for another dtype, and DeviceError without FlashInfer."""
+        if dtype not in DTYPES:
+            raise ValueError(f"the GPU kernels compute in bfloat16 or float16, not in {dtype}")
+        self.dtype = dtype
+        self._device = device
+        self._library: Any = load_flashinfer()
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body`; the way to run it again is to run it again. Steps are captured by the runner, see graphs.py."""
+        body()
+        return body
+
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> CudaLinear:
+        """Make a Linear with uninitialised weights. ValueError for quantised ones: they must be widened."""
+        if quantised:
+            raise ValueError(f"the GPU kernels do not multiply with {quantised} blocks")
+        return CudaLinear(self.dtype, self._device, (out_features, in_features), bias=bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """Write x / sqrt(mean(x^2) + epsilon) * weight to out, rounded once, after the product with weight."""
+        self._library.rmsnorm(input=x, weight=weight, eps=epsilon, out=out)
+
+    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+        """x += branch, then out = rms_norm(x) of the sum before it is rounded. All [tokens, width]."""
+        if out.data_ptr() != branch.data_ptr():
+            out.copy_(branch)
+        self._library.fused_add_rmsnorm(input=out, residual=x, weight=weight, eps=epsilon)
+
+    def add(self, x: Tensor, branch: Tensor) -> None:
+        """x += branch, both [tokens, width]."""
+        x.add_(branch)
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Apply RoPE in place, from the float32 table: FlashInfer's own sines lose accuracy at large positions."""
+        self._library.apply_rope_with_cos_sin_cache_inplace(
+            positions=positions, query=q, key=k, head_size=q.shape[-1], cos_sin_cache=cos_sin, is_neox=True
+        )
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write SiLU(gate) * up to out [tokens, width], contiguous and apart from gate_up; return out."""
+        if out is None or not out.is_contiguous():
+            raise ValueError("out: FlashInfer writes SiLU(gate) * up to contiguous memory of its own")
+        self._library.silu_and_mul(input=gate_up, out=out)
+        return out

@@ -1,0 +1,134 @@
+"""Runners as they are built for a GPU, on CPU tensors: FlashInfer emulated, captured steps run again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+from support.flashinfer_emulation import Emulation
+from support.list_channel import ListChannel
+
+from octavo.kvcache.ledger import MemoryLedger
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.attention.reference import ReferenceAttention
+from octavo.model.device import CPU
+from octavo.model.graphs import Gpu, Replay
+from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.runner import ModelRunner, build_runner
+from octavo.model.step import TokenLogprobs
+from octavo.model.weights.checkpoint import Checkpoint
+from octavo.model.workspaces import Workspaces
+from octavo.scheduler.engine import Engine
+from octavo.scheduler.messages import StepReport, ToEngine
+from octavo.scheduler.policy import Limits, Scheduler
+
+SMALL_WORKSPACES = Workspaces(float_bytes=1 << 20)
+INPUTS = ("tokens", "positions")
+"""Areas of the arena that the host fills before a step."""
+
+
+class FakeCapture:
+    """Runs a captured step again at every replay, on an arena full of NaN, and only at the addresses of its capture.
+
+    What a replay finds must have been put there for it: nothing may be left from the step before.
+    """
+
+    def __init__(self, emulation: Emulation) -> None:
+        self.emulation = emulation
+        self.runner: ModelRunner | None = None
+        self.sizes: list[int] = []
+        """Tokens of the captured steps, in order."""
+        self.replayed: list[int] = []
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        function()
+        captured = self._addresses(function)
+        size = self.emulation.calls.runs[-1][1]
+        self.sizes.append(size)
+
+        def replay() -> None:
+            self._poison()
+            assert self._addresses(function) == captured, "a replayed step works on other tensors than the captured one"
+            self.replayed.append(size)
+
+        return replay
+
+    def _addresses(self, function: Callable[[], None]) -> list[tuple[int, ...]]:
+        first = len(self.emulation.calls.addresses)
+        function()
+        return self.emulation.calls.addresses[first:]
+
+    def _poison(self) -> None:
+        assert self.runner is not None
+        for name, area in self.runner._arena._areas.items():
+            if name not in INPUTS:
+                area.view(torch.uint8).fill_(255)  # NaN in every type of float
+
+
+def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES) -> Formats:
+    return replace(Formats.of(2, panels=False), gate_in_place=False, workspaces=workspaces)
+
+
+def build_on_gpu(
+    checkpoint: Checkpoint,
+    limits: RunnerLimits,
+    *,
+    capture: FakeCapture | None = None,
+    workspaces: Workspaces = SMALL_WORKSPACES,
+    reference: bool = False,
+) -> tuple[ModelRunner, MemoryLedger]:
+    """A runner with FlashInfer's attention, or the reference's beside the same kernels, and its ledger."""
+    ledger = MemoryLedger(plan_memory(checkpoint.config, gpu_formats(workspaces), limits, budget=1 << 40))
+    kernels, gpu = CudaKernels(torch.bfloat16, CPU), Gpu(CPU, workspaces, capture)
+    build = (checkpoint, kernels, torch.bfloat16, limits, ledger, lambda done, total: None, gpu)
+    if not reference:
+        runner = build_runner(*build)
+    else:
+        with mock.patch("octavo.model.runner.load_attention", lambda c, store, *_: ReferenceAttention(c, store)):
+            runner = build_runner(*build)
+    if capture is not None:
+        capture.runner = runner
+    return runner, ledger
+
+
+@dataclass
+class Served:
+    """What an engine reported."""
+
+    reports: Sequence[StepReport]
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        """By request."""
+        found: dict[int, list[int]] = {}
+        for report in self.reports:
+            for event in report.events:
+                if event.token is not None:
+                    found.setdefault(event.request, []).append(event.token)
+        return found
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """Of every token, in the order in which they came."""
+        events = [event for report in self.reports for event in report.events]
+        return [event.logprobs for event in events if event.token is not None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [event.error for report in self.reports for event in report.events if event.error is not None]
+
+
+def serve(runner: ModelRunner, limits: RunnerLimits, *batches: Sequence[ToEngine], lookahead: int = 1) -> Served:
+    """Run a whole engine over batches of messages, one a turn."""
+    scheduler = Scheduler(
+        BlockPool(limits.blocks),
+        PrefixHasher(limits.block_size),
+        Limits(limits.max_rows, limits.max_tokens, limits.max_model_len, limits.block_size),
+        eos_ids=[],
+    )
+    channel = ListChannel(*batches)
+    Engine(scheduler, runner, channel, lookahead).run()
+    assert scheduler.pool.referenced == 0
+    return Served(channel.reports)
