@@ -20,17 +20,19 @@ from octavo.model.config import ModelConfig
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
 from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Shown, Writer, chunks, whole
-from octavo.server.body import JSONBody, read
+from octavo.server.body import read
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
+from octavo.server.messages_api import add_messages_routes
 from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import document
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
-from octavo.server.stream import ClientGoneError, EventStream, while_connected
+from octavo.server.responses import add_responses_route
+from octavo.server.stream import EventStream, answer_whole
 from octavo.server.structured import GrammarCompiler, constraint_of, vocabulary_of
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
@@ -153,6 +155,8 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     add_metrics_route(app, service.client.metrics)
     _add_operation_routes(app)
     add_inspection_routes(app, service)
+    add_responses_route(app, service)
+    add_messages_routes(app, service)
     return app
 
 
@@ -214,15 +218,7 @@ async def _answer(
         include_usage = body.stream_options is not None and body.stream_options.include_usage is True
         source = chunks(writer, prepared.prompts, choices, include_usage=include_usage)
         return EventStream(source, choices, headers)
-    try:
-        return JSONBody(
-            await while_connected(request.receive, whole(writer, prepared.prompts, choices)), headers=headers
-        )
-    except ClientGoneError:
-        return Response(status_code=499)
-    finally:
-        for choice in choices:
-            choice.generation.abort()
+    return await answer_whole(request.receive, choices, whole(writer, prepared.prompts, choices), headers)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:

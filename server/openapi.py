@@ -6,14 +6,19 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from octavo.server.messages_api import CountTokensRequest, MessagesRequest
 from octavo.server.openapi_answers import ERROR, responses
 from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
+from octavo.server.responses import ResponsesRequest
 
 BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/completions/render": (CompletionRequest,),
     "/v1/chat/completions": (ChatRequest,),
     "/v1/chat/completions/render": (ChatRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/v1/messages": (MessagesRequest,),
+    "/v1/messages/count_tokens": (CountTokensRequest,),
     "/tokenize": (TokenizeText, TokenizeChat),
     "/detokenize": (DetokenizeRequest,),
 }

@@ -16,10 +16,12 @@ def _list(items: Schema) -> Schema:
 
 
 STRING, INTEGER, BOOLEAN = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
 STRING_OR_NULL, OBJECT_OR_NULL = {"type": ["string", "null"]}, {"type": ["object", "null"]}
 REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
 ERROR = _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL))
+MESSAGES_ERROR = _object(type={"const": "error"}, error=_object(type=STRING, message=STRING))
 EVENT = _object(data=STRING)
 """One server-sent event; the last holds `[DONE]`."""
 USAGE = _object(
@@ -61,6 +63,27 @@ ANSWERS: Mapping[str, Schema] = {
             finish_reason=REASON,
         ),
     ),
+    "/v1/responses": _object(
+        id=STRING,
+        object={"const": "response"},
+        status={"enum": ["completed", "incomplete"]},
+        model=STRING,
+        output=_list(
+            _object(type={"const": "message"}, role={"const": "assistant"}, content=_list({"type": "object"}))
+        ),
+        usage=_object(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER),
+    ),
+    "/v1/messages": _object(
+        id=STRING,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=STRING,
+        content=_list(_object(type={"const": "text"}, text=STRING)),
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+        stop_sequence=STRING_OR_NULL,
+        usage=_object(input_tokens=INTEGER, output_tokens=INTEGER),
+    ),
+    "/v1/messages/count_tokens": _object(input_tokens=INTEGER),
     "/v1/completions/render": _list(RENDERED),
     "/v1/chat/completions/render": RENDERED,
     "/tokenize": _object(
@@ -84,14 +107,18 @@ ANSWERS: Mapping[str, Schema] = {
 }
 """What each route answers with 200, as JSON."""
 
-STREAMING = ("/v1/completions", "/v1/chat/completions")
+STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Routes that answer with server-sent events where a request asks for a stream."""
 
 
 def responses(path: str, documented: Mapping[str, Any]) -> dict[str, Any]:
     """The responses of a route: what is documented, and what every route has in common."""
     found = {status: response for status, response in documented.items() if status != "422"}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    # Anthropic's shape, and OpenAI's where what is wrong is noticed before the route is reached.
+    schema: Schema = {"$ref": "#/components/schemas/Error"}
+    if path.startswith("/v1/messages"):
+        schema = {"anyOf": [MESSAGES_ERROR, schema]}
+    error = {"application/json": {"schema": schema}}
     found.setdefault("4XX", {"description": "The request is refused.", "content": error})
     if path.startswith("/health"):
         status = {"application/json": {"schema": _object(status=STRING)}}

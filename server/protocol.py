@@ -4,7 +4,7 @@ Three rules hold for a field. Implemented: it means exactly what OpenAI's (or, f
 Known but not built, where it would change the answer: refused with 400 naming it. Harmless or unknown: ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -115,35 +115,38 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Request(BaseModel):
+class RequestModel(BaseModel):
     """Strict: a string is no number, a float no integer, a boolean neither."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestModel):
     """Options that only mean something for a stream."""
 
     include_usage: bool | None = None
 
 
-def _content(value: Any) -> Any:
-    """Join the text parts of a message's content; nothing but text is served."""
+def join_text(value: Any, kinds: Collection[str] = ("text",)) -> Any:
+    """Join the text parts of a message's content; nothing but text is served. Other values are left as they are."""
     if not isinstance(value, list):
         return value
     for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise ValueError(f'part {index} must be {{"type": "text", "text": ...}}; only text is served')
     return "".join(part["text"] for part in value)
 
 
-class Message(_Request):
+Content = Annotated[str | None, BeforeValidator(join_text), WithJsonSchema({"type": ["string", "array", "null"]})]
+
+
+class Message(RequestModel):
     """One message of a conversation."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[
         str | None,
-        BeforeValidator(_content),
+        BeforeValidator(join_text),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
     ] = None
     name: str | None = Field(None, max_length=256)
@@ -156,7 +159,7 @@ class Message(_Request):
         return message
 
 
-class Conversation(_Request):
+class Conversation(RequestModel):
     """What a chat template makes a prompt of."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -166,7 +169,7 @@ class Conversation(_Request):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
 
 
-class SamplingFields(_Request):
+class SamplingFields(RequestModel):
     """The fields that both endpoints share."""
 
     model: str = Field(max_length=512)
@@ -248,7 +251,7 @@ class ChatRequest(SamplingFields, Conversation):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class TokenizeText(_Request):
+class TokenizeText(RequestModel):
     """POST /tokenize with a text."""
 
     model: str | None = Field(None, max_length=512)
@@ -264,7 +267,7 @@ class TokenizeChat(Conversation):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=512)
@@ -303,17 +306,17 @@ def _check_depth(fields: dict[str, Any]) -> None:
 
 def validate(model: type[R], fields: Mapping[str, Any]) -> R:
     """Check every field of a request, or raise the 400 that names the first offending one."""
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, UNSUPPORTED)
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         raise _first_error(error) from None
 
 
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Never accept and ignore a field that would change the answer."""
+def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Never accept and ignore a field that would change the answer. `unsupported`: the values that would not."""
     for name, value in fields.items():
-        neutral = UNSUPPORTED.get(name)
+        neutral = unsupported.get(name)
         if neutral is not None and value not in neutral:
             raise invalid(name, f"'{name}' is not supported by this server.", "unsupported_parameter")
 

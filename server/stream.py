@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.server.body import JSONBody
 from octavo.server.choice import Choice
 from octavo.server.errors import APIError, internal_error
 
@@ -49,9 +50,36 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
                 await future
 
 
+async def answer_whole(
+    receive: Receive, choices: Sequence[Choice], work: Coroutine[Any, Any, dict[str, Any]], headers: Mapping[str, str]
+) -> Response:
+    """Answer with what `work` makes of the choices. Nothing is left running when the client has gone."""
+    try:
+        return JSONBody(await while_connected(receive, work), headers=dict(headers))
+    except ClientGoneError:
+        return Response(status_code=499)
+    finally:
+        for choice in choices:
+            choice.generation.abort()
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One server-sent event that carries its type as its name, too."""
+    return f"event: {payload['type']}\n".encode() + event(payload)
+
+
+class Framing(NamedTuple):
+    """How a stream is spelled."""
+
+    encode: Callable[[dict[str, Any]], bytes] = event
+    failure: Callable[[APIError], dict[str, Any]] = APIError.envelope
+    """What tells of an error that comes after the headers; nothing follows it."""
+    end: bytes = DONE
 
 
 class EventStream(Response):
@@ -60,12 +88,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, source: AsyncGenerator[dict[str, Any]], choices: Sequence[Choice], headers: Mapping[str, str]
+        self,
+        source: AsyncGenerator[dict[str, Any]],
+        choices: Sequence[Choice],
+        headers: Mapping[str, str],
+        framing: Framing = Framing(),  # noqa: B008 - it is immutable
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._source = source
         self._choices = choices
+        self._framing = framing
         self._last = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -85,15 +118,18 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         try:
             async for chunk in self._source:
-                await self._send(send, event(chunk))
-            await self._send(send, DONE)
+                await self._send(send, self._framing.encode(chunk))
+            await self._send(send, self._framing.end)
         except APIError as error:
-            await self._send(send, event(error.envelope()))
+            await self._send_failure(send, error)
         except Exception:
             log.exception("a stream failed")
-            await self._send(send, event(internal_error().envelope()))
+            await self._send_failure(send, internal_error())
         finally:
             await self._source.aclose()
+
+    async def _send_failure(self, send: Send, error: APIError) -> None:
+        await self._send(send, self._framing.encode(self._framing.failure(error)))
 
     async def _send(self, send: Send, body: bytes) -> None:
         self._last = asyncio.get_running_loop().time()

@@ -1,0 +1,224 @@
+"""POST /v1/messages and /v1/messages/count_tokens in the shape of Anthropic's Messages API: text in, text out."""
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from starlette.responses import Response
+
+from octavo.server.body import read
+from octavo.server.choice import Choice, Delta
+from octavo.server.errors import APIError
+from octavo.server.prepare import Prepared
+from octavo.server.prompts import encode_prompt, render
+from octavo.server.protocol import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    ChatRequest,
+    Message,
+    RequestModel,
+    SamplingFields,
+    Stop,
+    decode,
+    join_text,
+    refuse_unsupported,
+    validate,
+)
+from octavo.server.stream import Framing, named_event
+from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message
+
+if TYPE_CHECKING:
+    from octavo.server.app import Service
+
+UNSUPPORTED = {
+    **ONE_ANSWER,
+    "container": (None,),
+    "context_management": (None,),
+    "mcp_servers": (None, []),
+    "output_config": (None, {}),
+    "output_format": (None,),
+    "stop": (None,),
+    "thinking": (None, {"type": "disabled"}),
+}
+"""Fields that change the answer and are not built, beside those of all endpoints."""
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+OVERLOADED = 529
+"""Anthropic's status where others say 503."""
+
+
+Text = Annotated[str, BeforeValidator(join_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+
+
+class Turn(RequestModel):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: Text
+
+
+class _Conversation(BaseModel):
+    """What both routes read."""
+
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: Text | None = None
+
+    def as_messages(self) -> list[Message]:
+        """The conversation of a chat. Turns of one role that follow each other are one, as Anthropic has it."""
+        found = [] if self.system is None else [message("system", self.system)]
+        for turn in self.messages:
+            if found and found[-1].role == turn.role:
+                turn = Turn(role=turn.role, content=f"{found.pop().content}{turn.content}")  # noqa: PLW2901
+            found.append(message(turn.role, turn.content))
+        return found
+
+    def prefill(self) -> dict[str, Any]:
+        """An assistant's turn at the end is the beginning of the answer."""
+        open_end = self.messages[-1].role == "assistant"
+        return {"continue_final_message": True, "add_generation_prompt": False} if open_end else {}
+
+
+class MessagesRequest(SamplingFields, _Conversation):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stop_sequences: list[Stop] | None = Field(None, max_length=MAX_STOPS)
+    temperature: float | None = Field(1.0, ge=0, le=1, allow_inf_nan=False)
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat."""
+        return as_chat(self, self.as_messages(), self.max_tokens, **self.prefill()).model_copy(
+            update={"stop": self.stop_sequences or []}
+        )
+
+
+class CountTokensRequest(RequestModel, _Conversation):
+    """POST /v1/messages/count_tokens."""
+
+    model: str = Field(max_length=512)
+
+    def chat(self) -> ChatRequest:
+        """The chat whose prompt is counted."""
+        return ChatRequest(model=self.model, messages=self.as_messages(), **self.prefill())
+
+
+def parse(body: bytes) -> MessagesRequest:
+    """Read a request body, or raise the 400 that says what is wrong with it."""
+    fields = decode(body)
+    refuse_unsupported(fields, UNSUPPORTED)
+    return validate(MessagesRequest, fields)
+
+
+def parse_count(body: bytes) -> CountTokensRequest:
+    """Read a request body, or raise the 400 that says what is wrong with it."""
+    return validate(CountTokensRequest, decode(body))
+
+
+def add_messages_routes(app: FastAPI, service: "Service") -> None:
+    """Add POST /v1/messages and /v1/messages/count_tokens."""
+
+    @app.post("/v1/messages", tags=["generate"], summary="Answer a conversation, in Anthropic's shape")
+    async def messages(request: Request) -> Response:
+        return await _told(_answer(service, request))
+
+    @app.post("/v1/messages/count_tokens", tags=["tokens"], summary="The tokens of a conversation's prompt")
+    async def count_tokens(request: Request) -> Response:
+        return await _told(_count(service, request))
+
+
+async def _answer(service: "Service", request: Request) -> Response:
+    body = await read(request, service.max_body_bytes, parse)
+    return await answer_chat(service, request, body.chat(), partial(MessageTeller, body))
+
+
+async def _count(service: "Service", request: Request) -> Response:
+    chat = (await read(request, service.max_body_bytes, parse_count)).chat()
+    service.check_model(chat.model)
+    ids = await encode_prompt(
+        await render(chat, service.template),
+        service.tokenizer,
+        service.client.ready.max_model_len,
+        "messages",
+        add_special_tokens=False,
+        bounded=False,
+    )
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+async def _told(work: Awaitable[Response]) -> Response:
+    """An answer, or its error in Anthropic's shape."""
+    try:
+        return await work
+    except APIError as error:
+        status = OVERLOADED if error.status == 503 else error.status
+        return JSONResponse(envelope(error), status, error.headers)
+
+
+def envelope(error: APIError) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessageTeller:
+    """Tells an answer as a message with one text block, or as the events of its growth."""
+
+    framing = Framing(named_event, envelope, b"")
+
+    def __init__(self, request: MessagesRequest, prepared: Prepared) -> None:
+        self._model = request.model
+        self._prompt_tokens = len(prepared.prompts[0])
+        self._id = f"msg_{uuid.uuid4().hex}"
+
+    def whole(self, choice: Choice, text: str, last: Delta) -> dict[str, Any]:
+        """A message that has ended."""
+        return self._message([{"type": "text", "text": text}], self._usage(choice), _ending(last))
+
+    async def events(self, choice: Choice) -> AsyncGenerator[dict[str, Any]]:
+        """The events that Anthropic documents for a message of one text, in their order."""
+        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": self._message([], usage, _ending(Delta()))}
+        yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        last = Delta()
+        async with aclosing(choice.deltas()) as deltas:
+            async for last in deltas:
+                if last.text:
+                    delta = {"type": "text_delta", "text": last.text}
+                    yield {"type": "content_block_delta", "index": 0, "delta": delta}
+        yield {"type": "content_block_stop", "index": 0}
+        yield {"type": "message_delta", "delta": _ending(last), "usage": self._usage(choice)}
+        yield {"type": "message_stop"}
+
+    def _usage(self, choice: Choice) -> dict[str, int]:
+        """Anthropic counts tokens that were found in a cache apart from the others."""
+        return {
+            "input_tokens": self._prompt_tokens - choice.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": choice.cached_tokens,
+            "output_tokens": choice.generated,
+        }
+
+    def _message(
+        self, content: list[dict[str, Any]], usage: dict[str, int], ending: dict[str, str | None]
+    ) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, **ending, "usage": usage}
+
+
+def _ending(last: Delta) -> dict[str, str | None]:
+    sequence = last.stop_reason if isinstance(last.stop_reason, str) else None
+    reasons = {"stop": "end_turn" if sequence is None else "stop_sequence", "length": "max_tokens"}
+    return {"stop_reason": reasons.get(last.finish_reason or ""), "stop_sequence": sequence}

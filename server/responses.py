@@ -1,0 +1,205 @@
+"""POST /v1/responses, without state: text in, text out. What would need memory between requests is refused."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from starlette.responses import Response
+
+from octavo.server.body import read
+from octavo.server.choice import Choice, Delta
+from octavo.server.errors import APIError
+from octavo.server.prepare import Prepared
+from octavo.server.protocol import (
+    MAX_MESSAGES,
+    ChatRequest,
+    Message,
+    SamplingFields,
+    decode,
+    join_text,
+    refuse_unsupported,
+    validate,
+)
+from octavo.server.stream import Framing, named_event
+from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message, renamed
+
+if TYPE_CHECKING:
+    from octavo.server.app import Service
+
+UNSUPPORTED = {
+    **ONE_ANSWER,
+    "background": (None, False),
+    "conversation": (None,),
+    "include": (None, []),
+    "max_tool_calls": (None,),
+    "messages": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "reasoning": (None, {}),
+    "store": (None, False),
+    "text": (None, {}, {"format": None}, {"format": {"type": "text"}}),
+    "truncation": (None, "disabled"),
+}
+"""Fields that change the answer and are not built, beside those of all endpoints."""
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _items(value: Any) -> Any:
+    """Bring a string or a list of items to messages; nothing but text is served."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of messages")  # noqa: TRY004 - pydantic's kind of error
+    return [_message(index, item) for index, item in enumerate(value)]
+
+
+def _message(index: int, item: Any) -> dict[str, Any]:
+    if not isinstance(item, dict) or item.get("type", "message") != "message" or item.get("role") not in ROLES:
+        raise ValueError(f"item {index} must be a message of the role {', '.join(ROLES)}")
+    content = join_text(item.get("content"), TEXT_PARTS)
+    if not isinstance(content, str):
+        raise ValueError(f"item {index} needs content: a string or a list of text parts")  # noqa: TRY004
+    return {"role": item["role"], "content": content}
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    input: Annotated[
+        list[Message], BeforeValidator(_items), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})
+    ] = Field(min_length=1, max_length=MAX_MESSAGES)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat: instructions are its system message."""
+        system = [] if self.instructions is None else [message("system", self.instructions)]
+        return as_chat(self, [*system, *self.input], self.max_output_tokens)
+
+
+def parse(body: bytes) -> ResponsesRequest:
+    """Read a request body, or raise the 400 that says what is wrong with it."""
+    fields = decode(body)
+    refuse_unsupported(fields, UNSUPPORTED)
+    return validate(ResponsesRequest, fields)
+
+
+def add_responses_route(app: FastAPI, service: "Service") -> None:
+    """Add POST /v1/responses."""
+
+    @app.post("/v1/responses", tags=["generate"], summary="Answer a text or a conversation, without state")
+    async def responses(request: Request) -> Response:
+        body = await read(request, service.max_body_bytes, parse)
+        try:
+            return await answer_chat(service, request, body.chat(), partial(ResponseTeller, body))
+        except APIError as error:
+            names = {"messages": "input", "max_tokens": "max_output_tokens"}
+            raise renamed(error, names) from error
+
+
+class ResponseTeller:
+    """Tells an answer as a response with one message, or as the events of its growth."""
+
+    def __init__(self, request: ResponsesRequest, prepared: Prepared) -> None:
+        self.framing = Framing(named_event, self._failure, b"")
+        self._request = request
+        self._prepared = prepared
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sent = 0
+
+    def whole(self, choice: Choice, text: str, last: Delta) -> dict[str, Any]:
+        """A response that has ended."""
+        complete = last.finish_reason == "stop"
+        status = "completed" if complete else "incomplete"
+        return self._response(
+            status,
+            output=[self._message(status, text)],
+            usage=self._usage(choice),
+            incomplete_details=None if complete else {"reason": "max_output_tokens"},
+        )
+
+    async def events(self, choice: Choice) -> AsyncGenerator[dict[str, Any]]:
+        """The events that OpenAI documents for one message of one text, in their order."""
+        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        item = self._message("in_progress")
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **place, part=_text_part(""))
+        text, last = "", Delta()
+        async with aclosing(choice.deltas()) as deltas:
+            async for last in deltas:
+                if last.text:
+                    text += last.text
+                    yield self._event("response.output_text.delta", **place, delta=last.text, logprobs=[])
+        response = self.whole(choice, text, last)
+        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=_text_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=response["output"][0])
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number, self._sent = self._sent, self._sent + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _failure(self, error: APIError) -> dict[str, Any]:
+        problem = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=self._response("failed", error=problem))
+
+    def _message(self, status: str, text: str | None = None) -> dict[str, Any]:
+        content = [] if text is None else [_text_part(text)]
+        return {"type": "message", "id": self._message_id, "status": status, "role": "assistant", "content": content}
+
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        prompt = len(self._prepared.prompts[0])
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": choice.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + choice.generated,
+        }
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        """A response object with every field that OpenAI documents as required."""
+        request, params = self._request, self._prepared.params[0]
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **fields,
+        }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
