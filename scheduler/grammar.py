@@ -147,7 +147,7 @@ class Intake:
         """Start to compile. Raises ValueError before the vocabulary is known."""
         if self._grammars is None:
             raise ValueError("a grammar is submitted before the vocabulary")
-        self._compiling[submission.request] = submission, self._grammars.begin(grammar)
+        self._compiling[submission.request] = submission, self._grammars.begin(grammar, submission.emitted)
 
     def drop(self, request: int) -> bool:
         """Forget a submission; False if it is not here."""

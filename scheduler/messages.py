@@ -50,6 +50,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests share cached prefixes only with requests of the same salt."""
     grammar: str | None = None
     """What the output must follow, in the form that `scheduler/grammar.py` compiles. Needs a Vocabulary."""
+    emitted: tuple[int, ...] = ()
+    """Output that an earlier engine has generated: the request goes on behind it."""
+    scored: int = 0
+    """Prompt log-probabilities that an earlier engine has reported."""
+    announced: bool = False
+    """Whether an earlier engine has sent the event with `first` set."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):

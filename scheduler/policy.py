@@ -210,7 +210,7 @@ class Scheduler:
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival
             request.cached_tokens = request.computed
-            if self._caching and request.scores == 0:
+            if self._caching and request.scores == 0 and not request.output:
                 self.prefix_queries += len(request.prompt)
                 self.prefix_hits += request.cached_tokens
         tokens, blocks = request.tokens(0, request.known), tuple(request.blocks)

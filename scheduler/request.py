@@ -92,6 +92,9 @@ class Request:
             salt=submission.salt,
             eos_ids=frozenset() if submission.params.ignore_eos else eos_ids,
             arrival=arrival,
+            output=list(submission.emitted),
+            scored=submission.scored,
+            announced=submission.announced,
         )
 
     def reason_to_refuse(self, max_tokens: int, limits: Limits, total_blocks: int) -> str | None:

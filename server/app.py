@@ -86,6 +86,8 @@ class Service:
             return "draining"
         if not self.client.alive:
             return "engine dead"
+        if self.client.restarting:
+            return "engine restarting"
         return "stalled" if self.client.metrics.heartbeat_age > self.stall_seconds else READY
 
     def check_model(self, name: str) -> None:

@@ -1,64 +1,61 @@
-"""The server's end of the engine: starts the process, submits requests, hands events to whoever waits for them.
+"""The server's end of the engine: submits requests, hands events to whoever waits for them, and survives the engine.
 
 Everything here runs on one event loop. A request lives in `EngineClient._live` from its submission until its last
-event has arrived or the engine is gone; nothing else keeps track of it.
+event has arrived or the client has given up; nothing else keeps track of it. When the engine's process dies, another is
+started and every live request is submitted again with the tokens it has emitted: since a token depends on nothing but
+its own request, the new engine goes on with the tokens the old one would have chosen.
 """
 
 import asyncio
-import contextlib
 import itertools
-import signal
-import socket
-import sys
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Self, cast
+from typing import Self
+
+import msgspec
 
 from octavo.model.step import SamplingParams
-from octavo.scheduler.channel import FrameDecoder, FrameEncoder, ProtocolError
+from octavo.scheduler.faults import faults_in
 from octavo.scheduler.messages import (
     Abort,
     EngineConfig,
     EngineStats,
-    Fatal,
     FinishReason,
-    FromEngine,
     Loading,
     Ready,
-    Shutdown,
     StepReport,
     Submission,
-    ToEngine,
     TokenEvent,
     Vocabulary,
 )
+from octavo.server.engine_process import ENGINE_COMMAND, EngineError, EngineProcess
 from octavo.server.metrics import Metrics
+from octavo.server.revival import Obituary, RestartPolicy, StallWatch
 
-ENGINE_COMMAND = (sys.executable, "-m", "octavo.scheduler.process")
-INTERNAL_ERROR = 70
+__all__ = ["ENGINE_COMMAND", "EngineClient", "EngineError", "Generation"]
 
-_CLOSE_SECONDS = 2.0
-
-
-class EngineError(Exception):
-    """The engine could not start, has died, or was shut down. `exit_code` is what the server should end with."""
-
-    def __init__(self, message: str, exit_code: int = INTERNAL_ERROR) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+_log = logging.getLogger(__name__)
 
 
 class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
     """The events of one submission. Each iteration yields all that have arrived since the last one.
 
-    Ends after the event that has `finish` set. Raises EngineError where the engine is gone before that.
+    Ends after the event that has `finish` set. Raises EngineError where the engine is gone for good before that.
     """
 
-    def __init__(self, request: int, send_abort: Callable[[int, FinishReason], None]) -> None:
-        self.request = request
+    def __init__(self, submission: Submission, send_abort: Callable[[int, FinishReason], None]) -> None:
+        self.request = submission.request
+        self.progressed = False
+        """Whether anything was delivered since the engine that computes it was given it."""
+        self.aborted: FinishReason | None = None
+        """The reason it was asked to end for."""
+        self._submission = submission
         self._send_abort = send_abort
+        self._emitted: list[int] = []
+        self._scored = 0
+        self._announced = False
         self._events: list[TokenEvent] = []
         self._arrived = asyncio.Event()
-        self._aborted = False
         self._finished = False
         self._failure: EngineError | None = None
 
@@ -77,14 +74,26 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         self._events.clear()
         return events
 
+    @property
+    def submission(self) -> Submission:
+        """The request as an engine must be told of it now: with all that has been delivered."""
+        return msgspec.structs.replace(
+            self._submission, emitted=tuple(self._emitted), scored=self._scored, announced=self._announced
+        )
+
     def abort(self, reason: FinishReason = "abort") -> None:
         """End the request now; its last event then has this reason, unless it has finished meanwhile. Idempotent."""
-        if not (self._aborted or self._finished or self._failure):
-            self._aborted = True
+        if not (self.aborted or self._finished or self._failure):
+            self.aborted = reason
             self._send_abort(self.request, reason)
 
     def deliver(self, event: TokenEvent) -> None:
         """Queue one event for the reader. For the client."""
+        if event.token is not None:
+            self._emitted.append(event.token)
+        self._scored += len(event.prompt_logprobs)
+        self._announced |= event.first
+        self.progressed = True
         self._events.append(event)
         self._finished = event.finish is not None
         self._arrived.set()
@@ -96,28 +105,30 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
 
 
 class EngineClient:
-    """A running engine. Made by `start`."""
+    """An engine that is started again when it dies. Made by `start`."""
 
-    ready: Ready
-    """What the engine said when it was."""
-
-    def __init__(
-        self, process: asyncio.subprocess.Process, metrics: Metrics, hear_loading: Callable[[Loading], None]
-    ) -> None:
+    def __init__(self, config: EngineConfig, command: Sequence[str], metrics: Metrics, policy: RestartPolicy) -> None:
         self.metrics = metrics
-        self._hear_loading = hear_loading
         self.stats = EngineStats()
         """As of the last report."""
         self.failure: EngineError | None = None
-        """Why there is no engine; None while there is one."""
+        """Why there is no engine any more; None while there is one, or will be again."""
         self.lost = asyncio.Event()
-        """Set when the engine is gone, for whatever reason."""
-        self._process = process
-        self._link = _Link(self._receive)
+        """Set when the engine is gone for good."""
+        self.restarting = False
+        """Whether an engine is being started in place of one that died."""
+        self._config = config
+        self._command = command
+        self._obituary: Obituary[Generation] = Obituary(policy)
         self._numbers = itertools.count(1)
+        self._lives = itertools.count(0)
         self._live: dict[int, Generation] = {}
-        self._became_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._watcher = asyncio.create_task(self._watch())
+        self._vocabulary: Vocabulary | None = None
+        self._sent: set[int] = set()
+        """Those that the present engine knows of."""
+        self._process: EngineProcess
+        self._stalls = StallWatch(policy.stall_seconds)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(
@@ -127,24 +138,23 @@ class EngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
         metrics: Metrics | None = None,
         hear_loading: Callable[[Loading], None] = lambda _: None,
+        policy: RestartPolicy | None = None,
     ) -> Self:
         """Spawn an engine and wait until it has loaded its model; `hear_loading` is told how far it has come.
 
         `command` is called with one more argument, the number of an inherited socket. Raises EngineError. When
         cancelled, it leaves no process behind.
         """
-        process, connection = await _spawn(command)
-        client = cls(process, metrics or Metrics(), hear_loading)
-        try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: client._link, sock=connection)
-            client._link.send(config)
-            client.ready = await client._became_ready
-        except BaseException:
-            client._kill()  # while it loads, it would not hear a Shutdown
-            await client.close()
-            raise
+        client = cls(config, command, metrics or Metrics(), policy or RestartPolicy())
+        client._process = await client._launch(hear_loading)
         client.metrics.engine_ready(client.ready)
+        client._tasks = [asyncio.create_task(client._supervise()), asyncio.create_task(client._watch_stalls())]
         return client
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said when it was."""
+        return self._process.ready
 
     @property
     def alive(self) -> bool:
@@ -157,8 +167,10 @@ class EngineClient:
         return len(self._live)
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        """Tell the engine what tokens say. Requests that follow a grammar need it."""
-        self._link.send(vocabulary)
+        """Tell the engine, and those after it, what tokens say. Requests that follow a grammar need it."""
+        self._vocabulary = vocabulary
+        if not self.restarting:
+            self._process.send(vocabulary)
 
     def submit(
         self,
@@ -168,73 +180,130 @@ class EngineClient:
         salt: bytes = b"",
         grammar: str | None = None,
     ) -> Generation:
-        """Send a request to the engine. Raises EngineError where there is none."""
+        """Send a request to the engine, or keep it for the next one. Raises EngineError where there will be none."""
         if self.failure is not None:
             raise EngineError(str(self.failure), self.failure.exit_code)
-        generation = Generation(next(self._numbers), self._abort)
+        number = next(self._numbers)
         submission = Submission(
-            request=generation.request,
-            prompt=tuple(prompt),
-            params=params,
-            max_tokens=max_tokens,
-            salt=salt,
-            grammar=grammar,
+            request=number, prompt=tuple(prompt), params=params, max_tokens=max_tokens, salt=salt, grammar=grammar
         )
-        self._link.send(submission)
-        self._live[generation.request] = generation
-        self.metrics.request_started(generation.request, len(submission.prompt))
+        generation = self._live[number] = Generation(submission, self._abort)
+        self.metrics.request_started(number, len(submission.prompt))
+        self._send_due()
         return generation
 
     async def close(self) -> None:
         """End the engine: ask, wait at most 2 s, then kill. Live requests fail. Idempotent."""
         self._end(EngineError("the engine was shut down"))
-        self._link.send(Shutdown())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
-        self._kill()
-        await self._process.wait()
-        self._link.close()
-        await self._watcher
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._process.close()
 
     def _abort(self, request: int, reason: FinishReason) -> None:
-        self._link.send(Abort(request=request, reason=reason))
+        if request in self._sent:
+            self._process.send(Abort(request=request, reason=reason))
+        else:
+            self._end_request(TokenEvent(request=request, finish=reason))
 
-    def _receive(self, message: FromEngine) -> None:
-        match message:
-            case StepReport():
-                self.stats = message.stats
-                self.metrics.step(message)
-                for event in message.events:
-                    self._deliver(event)
-            case Loading():
-                self._hear_loading(message)
-            case Ready():
-                if not self._became_ready.done():
-                    self._became_ready.set_result(message)
-            case Fatal():
-                self._end(EngineError(message.message, message.exit_code))
+    def _end_request(self, event: TokenEvent) -> None:
+        """End a request that no engine will end."""
+        self._hear(StepReport(events=(event,), stats=self.stats))
+
+    def _hear(self, report: StepReport) -> None:
+        self.stats = report.stats
+        self._stalls.reported()
+        self.metrics.step(report)
+        for event in report.events:
+            self._deliver(event)
 
     def _deliver(self, event: TokenEvent) -> None:
         generation = self._live.get(event.request)
-        if generation is not None:
-            if event.finish is not None:
-                del self._live[event.request]
-            generation.deliver(event)
+        if generation is None:
+            return
+        if event.finish is not None:
+            del self._live[event.request]
+            self._sent.discard(event.request)
+        generation.deliver(event)
+        if self._obituary.trying and self._obituary.acquit(generation):
+            self._send_due()
 
-    async def _watch(self) -> None:
-        """Wait until the engine is gone, see that its process is too, and tell everyone why."""
-        reason = await self._link.closed
-        if reason is not None:
-            self._kill()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
-        self._kill()
-        self._end(EngineError(reason or _describe_exit(await self._process.wait())))
+    def _send_due(self) -> None:
+        """Tell the engine of those it should know of: after deaths with suspects, only of one of these at a time."""
+        if self.restarting:
+            return
+        suspect = self._obituary.suspect
+        for generation in self._live.values() if suspect is None else [suspect]:
+            if generation.request not in self._sent:
+                self._sent.add(generation.request)
+                generation.progressed = False
+                self._process.send(generation.submission)
 
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+    async def _launch(self, hear_loading: Callable[[Loading], None]) -> EngineProcess:
+        faults = faults_in(self._config.fault, next(self._lives))
+        config = msgspec.structs.replace(self._config, fault=faults)
+        return await EngineProcess.start(config, self._command, self._hear, hear_loading)
+
+    async def _supervise(self) -> None:
+        """Replace the engine whenever it dies, until that is hopeless."""
+        while self.failure is None:
+            error = await asyncio.shield(self._process.ended)
+            self.restarting = True
+            self.stats = EngineStats()
+            self.metrics.engine_died()
+            try:
+                self._bury(error)
+                await self._replace(error)
+            except EngineError as hopeless:
+                self._end(hopeless)
+            except Exception as fault:
+                _log.exception("the engine cannot be replaced")
+                self._end(EngineError(f"internal error: {type(fault).__name__}"))
+
+    def _bury(self, error: EngineError) -> None:
+        """Settle what the dead engine cannot: requests that were to end, and one that has killed it."""
+        for generation in [generation for generation in self._live.values() if generation.aborted]:
+            self._end_request(TokenEvent(request=generation.request, finish=generation.aborted))
+        known = [self._live[request] for request in sorted(self._sent)]
+        self._sent.clear()
+        culprit = self._obituary.died(known, [generation.progressed for generation in known], self.ready.max_num_seqs)
+        _log.error("%s; %d requests will go on in another", error, len(self._live) - (culprit is not None))
+        if culprit is not None:
+            reason = "the engine dies whenever it computes this request"
+            self._end_request(TokenEvent(request=culprit.request, finish="error", error=reason))
+
+    async def _replace(self, error: EngineError) -> None:
+        """Start an engine in place of the dead one. Raises EngineError where that is hopeless."""
+        while True:
+            delay = self._obituary.delay()
+            if delay is None:
+                raise EngineError(f"{error}, again and again")
+            await asyncio.sleep(delay)
+            try:
+                process = await self._launch(lambda _: None)
+            except EngineError as failed:
+                _log.error("the engine does not start: %s", failed)  # noqa: TRY400: the text says it all
+                self._obituary.failed_to_start()
+                error = failed
+            else:
+                break
+        if _identity(process.ready) != _identity(self.ready):
+            await process.close()
+            raise EngineError("the engine that was started again is not the same: its tokens might differ")
+        self._process = process
+        self.restarting = False
+        if self._vocabulary is not None:
+            process.send(self._vocabulary)
+        self.metrics.engine_ready(process.ready)
+        self.metrics.engine_replaced(len(self._live))
+        _log.warning("a new engine goes on with %d requests", len(self._live))
+        self._send_due()
+
+    async def _watch_stalls(self) -> None:
+        while True:
+            await asyncio.sleep(self._stalls.interval)
+            if self._stalls.stalled(working=bool(self._sent) and not self.restarting):
+                self._process.kill(f"the engine finished no step for {self._stalls.limit:g} s and was killed")
 
     def _end(self, error: EngineError) -> None:
         """Fail everything that waits for the engine. Only the first reason counts."""
@@ -242,88 +311,12 @@ class EngineClient:
             return
         self.failure = error
         self.metrics.engine_lost()
-        if not self._became_ready.done():
-            self._became_ready.set_exception(error)
         for generation in self._live.values():
             generation.fail(error)
         self._live.clear()
         self.lost.set()
 
 
-class _Link(asyncio.Protocol):
-    """The socket to the engine. Reads as fast as bytes arrive; writes are buffered without limit.
-
-    What is written is bounded by what the server admits, and the engine reads between any two steps.
-    """
-
-    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
-        self.closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """Done when nothing more will arrive; the result says why, where it is not simply the end."""
-        self._receive = receive
-        self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
-        self._encoder = FrameEncoder()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Hand on the messages that these bytes complete."""
-        try:
-            for message in self._decoder.feed(data):
-                self._receive(message)
-        except ProtocolError as error:
-            self._finish(f"the engine broke the protocol: {error}")
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Nothing more will arrive."""
-        self._finish(None)
-
-    def send(self, message: ToEngine) -> None:
-        """Send or buffer one message; to an engine that is gone, nothing."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._encoder.encode(message))
-
-    def close(self) -> None:
-        """Drop the connection and whatever is buffered."""
-        if self._transport is None:
-            self._finish(None)
-        else:
-            self._transport.abort()
-
-    def _finish(self, reason: str | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(reason)
-
-
-async def _spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Start the engine's process and return it with our end of the socket between us."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    try:
-        with theirs:
-            # A session of its own: the terminal's Ctrl-C is for the server, which decides when the engine ends.
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-    except BaseException as error:
-        ours.close()
-        if isinstance(error, OSError):
-            raise EngineError(f"cannot start the engine's process: {error}") from error
-        raise
-    return process, ours
-
-
-def _describe_exit(code: int) -> str:
-    """Return one line about how a process ended, from its return code."""
-    if code >= 0:
-        return f"the engine's process ended with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
-    return f"the engine's process was killed by {name}{hint}"
+def _identity(ready: Ready) -> tuple[object, ...]:
+    """What tokens depend on, and what the server has told its clients."""
+    return (ready.architecture, ready.parameters, ready.vocabulary, ready.dtype, ready.kernels, ready.max_model_len)

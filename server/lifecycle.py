@@ -24,6 +24,7 @@ from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
 from octavo.server.metrics import Metrics
 from octavo.server.page import Page
 from octavo.server.prepare import GenerationOptions
+from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.settings import ServerSettings, Settings
 from octavo.server.template import load_template
@@ -77,8 +78,16 @@ class Daemon:
     everything at once, as does the first one while the model is still being loaded.
     """
 
-    def __init__(self, settings: Settings, listener: socket.socket, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        command: Sequence[str] = ENGINE_COMMAND,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        """`policy`: when to replace the engine; by default what the settings say."""
         self._settings = settings
+        self._policy = policy or RestartPolicy(stall_seconds=settings.server.stall_timeout)
         self._listener = listener
         self._command = command
         server = settings.server
@@ -103,6 +112,7 @@ class Daemon:
                     command=self._command,
                     metrics=self._metrics,
                     hear_loading=self._entrance.hear,
+                    policy=self._policy,
                 )
                 try:
                     await self._serve(client, server)

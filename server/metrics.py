@@ -125,8 +125,17 @@ class Metrics(Collector):
         self._past = EngineStats(**totals)
         self.stats = EngineStats(blocks_free=ready.blocks)
 
+    def engine_died(self) -> None:
+        """The engine is gone; another is being started for the live requests."""
+        self._engine_up = False
+
+    def engine_replaced(self, requests: int) -> None:
+        """An engine goes on with so many requests of one that died."""
+        self.engine_restarts += 1
+        self.requests_resumed += requests
+
     def engine_lost(self) -> None:
-        """The engine is gone: live requests end as errors."""
+        """The engine is gone for good: live requests end as errors."""
         self._engine_up = False
         for request in tuple(self._live):
             self._finish(request, "error", self._clock())

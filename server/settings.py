@@ -174,6 +174,14 @@ SETTINGS = (
         "SECONDS",
     ),
     Setting(
+        "stall_timeout",
+        HTTP,
+        seconds,
+        300.0,
+        "How long an engine with work may finish no step before it is killed and replaced; 0: for ever.",
+        "SECONDS",
+    ),
+    Setting(
         "log_level",
         HTTP,
         word,
@@ -276,6 +284,7 @@ class ServerSettings:
     cors_origin: tuple[str, ...]
     page: bool
     shutdown_timeout: float
+    stall_timeout: float
     log_level: str
     enable_faults: bool
 

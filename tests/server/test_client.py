@@ -17,6 +17,7 @@ from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import EngineConfig, TokenEvent
 from octavo.server.client import EngineClient, EngineError, Generation
 from octavo.server.metrics import Metrics
+from octavo.server.revival import RestartPolicy
 
 PARAMS = SamplingParams(temperature=0.0)
 SCRIPT = scripted_engine.__file__
@@ -27,8 +28,11 @@ def command(step_seconds: float = 0.0) -> list[str]:
 
 
 @asynccontextmanager
-async def engine(step_seconds: float = 0.0, **fields: int) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.start(EngineConfig(model="scripted", **fields), command=command(step_seconds))
+async def engine(
+    step_seconds: float = 0.0, policy: RestartPolicy | None = None, **fields: object
+) -> AsyncIterator[EngineClient]:
+    config = EngineConfig(model="scripted", **fields)
+    client = await EngineClient.start(config, command=command(step_seconds), policy=policy)
     try:
         yield client
     finally:
@@ -49,6 +53,11 @@ def run(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]
         asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return wrapped
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def gone(pid: int) -> bool:
@@ -140,8 +149,8 @@ async def test_an_engine_that_does_not_answer_is_killed() -> None:
 
 
 @run
-async def test_a_killed_engine_fails_every_live_request_and_all_later_ones() -> None:
-    async with engine(step_seconds=0.002) as client:
+async def test_an_engine_that_is_not_to_be_replaced_fails_every_live_request_and_all_later_ones() -> None:
+    async with engine(0.002, RestartPolicy(deaths=1)) as client:
         generations = [client.submit([5], PARAMS, 2000) for _ in range(20)]
         await anext(generations[0])
         os.kill(client._process.pid, signal.SIGKILL)
@@ -179,10 +188,142 @@ async def test_a_fault_of_the_device_ends_the_request_to_blame_and_no_other() ->
 
 
 @run
-async def test_an_engine_that_dies_within_a_step_is_noticed() -> None:
-    async with engine() as client:
-        with pytest.raises(EngineError, match="killed by SIGKILL"):
-            await collect(client.submit([KILL], PARAMS, 1))
+async def test_f1_a_killed_engine_is_replaced_and_every_request_goes_on_where_it_was() -> None:
+    async with engine(0.002) as client:
+        generations = [client.submit([4] * length, PARAMS, 200) for length in range(1, 21)]
+        first = list(await anext(generations[0]))
+        os.kill(client._process.pid, signal.SIGKILL)
+        await until(lambda: client.restarting)
+        assert client.alive
+        meanwhile = client.submit([4] * 30, PARAMS, 5)
+        results = await asyncio.gather(*map(collect, [*generations, meanwhile]))
+        results[0] = first + results[0]
+        expected = [(length, 200) for length in range(1, 21)] + [(30, 5)]
+        for (length, count), events in zip(expected, results, strict=True):
+            assert tokens(events) == [scripted_token(length + n) for n in range(count)]
+            assert [event.finish for event in events if event.finish] == ["length"]
+            assert sum(event.first for event in events) == 1
+        assert (client.metrics.engine_restarts, client.metrics.requests_resumed) == (1, 21)
+        assert client.stats.running == client.live == 0
+
+
+@run
+async def test_an_abort_while_there_is_no_engine_ends_the_request() -> None:
+    async with engine(0.002) as client:
+        known, other = client.submit([4], PARAMS, 2000), client.submit([5], PARAMS, 50)
+        await anext(known)
+        os.kill(client._process.pid, signal.SIGKILL)
+        await until(lambda: client.restarting)
+        known.abort("stop")
+        unknown = client.submit([4], PARAMS, 2000)
+        unknown.abort()
+        assert [event.finish for event in await collect(known)][-1] == "stop"
+        assert [event.finish for event in await collect(unknown)] == ["abort"]
+        assert client.restarting
+        assert tokens(await collect(other)) == [scripted_token(1 + n) for n in range(50)]
+
+
+@run
+async def test_f2_a_request_that_kills_the_engine_ends_with_an_error_and_no_other_does() -> None:
+    async with engine(0.002, RestartPolicy(delays=(0.0,))) as client:
+        others = [client.submit([4] * length, PARAMS, 100) for length in range(1, 7)]
+        await anext(others[0])
+        killers = [client.submit([KILL, 4], PARAMS, 3), client.submit([KILL], PARAMS, 3)]
+        late = [client.submit([4] * length, PARAMS, 20) for length in range(7, 20)]
+        for killer in killers:
+            [event] = await collect(killer)
+            assert (event.finish, event.error) == ("error", "the engine dies whenever it computes this request")
+        for length, generation in enumerate(others + late, 1):
+            count = 100 if length < 7 else 20
+            expected = [scripted_token(length + n) for n in range(count)]
+            found = tokens(await collect(generation))
+            assert found == expected or (length == 1 and found == expected[-len(found) :])
+        assert client.alive
+        assert client.metrics.engine_restarts == 6
+
+
+@run
+async def test_f4_an_engine_that_stalls_is_killed_and_replaced() -> None:
+    async with engine(0.002, RestartPolicy(stall_seconds=0.5), fault=("step-hangs:step=5:life=0",)) as client:
+        hung = client._process.pid
+        generation = client.submit([4], PARAMS, 30)
+        assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
+        assert gone(hung)
+        assert client.metrics.engine_restarts == 1
+
+
+@run
+async def test_f5_an_engine_that_is_stopped_for_less_than_the_timeout_is_not_replaced() -> None:
+    async with engine(0.002, RestartPolicy(stall_seconds=5.0)) as client:
+        generation = client.submit([4], PARAMS, 30)
+        os.kill(client._process.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.7)
+        os.kill(client._process.pid, signal.SIGCONT)
+        assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
+        assert client.metrics.engine_restarts == 0
+
+
+@run
+async def test_f18_a_server_that_stands_still_does_not_blame_its_engine() -> None:
+    async with engine(0.002, RestartPolicy(stall_seconds=0.3)) as client:
+        generation = client.submit([4], PARAMS, 500)
+        await anext(generation)
+        time.sleep(1)
+        await asyncio.sleep(0.1)
+        await collect(generation)
+        assert client.metrics.engine_restarts == 0
+
+
+@run
+@pytest.mark.parametrize("name", ["report-corrupted", "report-doubled", "report-swapped", "engine-exits"])
+async def test_f19_reports_that_suffer_on_their_way_cost_an_engine_but_no_token(name: str) -> None:
+    async with engine(0.002, fault=(f"{name}:step=7:life=0",)) as client:
+        generations = [client.submit([4] * length, PARAMS, 30) for length in range(1, 5)]
+        for length, events in enumerate(await asyncio.gather(*map(collect, generations)), 1):
+            assert tokens(events) == [scripted_token(length + n) for n in range(30)]
+        assert client.metrics.engine_restarts == 1
+
+
+@run
+async def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
+    async with engine(0.002, RestartPolicy(deaths=3, delays=(0.0,)), fault=("engine-killed:step=3",)) as client:
+        with pytest.raises(EngineError, match="again and again") as raised:
+            await collect(client.submit([4], PARAMS, 500))
+        assert raised.value.exit_code == 70
+        assert client.metrics.engine_restarts == 2
+
+
+@run
+async def test_an_engine_that_does_not_start_again_is_given_up(tmp_path: Path) -> None:
+    once = f"""
+import pathlib, runpy, sys
+mark = pathlib.Path({str(tmp_path / "mark")!r})
+if mark.exists():
+    raise SystemExit(1)
+mark.touch()
+sys.argv = [{SCRIPT!r}, *sys.argv[1:]]
+runpy.run_path({SCRIPT!r}, run_name="__main__")
+"""
+    policy = RestartPolicy(deaths=3, delays=(0.0,))
+    command = [sys.executable, "-c", once]
+    client = await EngineClient.start(EngineConfig(model="scripted"), command=command, policy=policy)
+    try:
+        generation = client.submit([4], PARAMS, 2000)
+        os.kill(client._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="exit code 1, again and again"):
+            await collect(generation)
+    finally:
+        await client.close()
+
+
+@run
+async def test_a_client_that_is_closed_while_its_engine_restarts_leaves_no_process_behind() -> None:
+    async with engine(0.002, RestartPolicy(delays=(60.0,))) as client:
+        generation = client.submit([4], PARAMS, 2000)
+        os.kill(client._process.pid, signal.SIGKILL)
+        await until(lambda: client.restarting)
+    with pytest.raises(EngineError, match="shut down"):
+        await collect(generation)
 
 
 @run

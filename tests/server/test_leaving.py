@@ -18,6 +18,7 @@ from support.story_engine import CRASH, SLOW
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server import stream
+from octavo.server.revival import RestartPolicy
 
 ABORTED = 'octavo_request_success_total{finished_reason="abort"}'
 
@@ -171,8 +172,8 @@ def test_b17_a_stream_that_waits_is_kept_alive_by_comments(tmp_path: Path, monke
                 assert all(line.startswith("data: ") for line in rest)
 
 
-def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies(tmp_path: Path) -> None:
-    with live_server(command=story_command(tmp_path, {})) as live:
+def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies_for_good(tmp_path: Path) -> None:
+    with live_server(command=story_command(tmp_path, {}), policy=RestartPolicy(deaths=1)) as live:
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
         def read_until_the_end() -> None:
@@ -190,8 +191,13 @@ def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies(tmp_path: Pa
         assert refused.headers["retry-after"]
 
 
-def test_b18_a_killed_engine_is_noticed(tmp_path: Path) -> None:
-    with live_server(command=story_command(tmp_path, {})) as live:
+def test_b18_a_killed_engine_is_noticed_and_replaced(tmp_path: Path) -> None:
+    with live_server(command=story_command(tmp_path, {}), policy=RestartPolicy(delays=(0.5,))) as live:
         assert httpx.get(f"{live.url}/health").status_code == 200
         os.kill(live.service.client._process.pid, signal.SIGKILL)
         eventually(lambda: httpx.get(f"{live.url}/health").status_code == 503)
+        assert httpx.get(f"{live.url}/health/ready").json() == {"status": "engine restarting"}
+        assert httpx.get(f"{live.url}/health/live").status_code == 200
+        assert len(live.completion(prompt=[5], max_tokens=2)["choices"]) == 1
+        assert httpx.get(f"{live.url}/health/ready").status_code == 200
+        assert live.metric("octavo_engine_restarts_total") == 1

@@ -25,6 +25,7 @@ GIVEN = {
     "metrics_key": ("secret", "secret"),
     "cors_origin": ("https://example.org", ("https://example.org",)),
     "shutdown_timeout": ("2.5", 2.5),
+    "stall_timeout": ("45", 45.0),
     "log_level": ("debug", "debug"),
     "device": ("cpu", "cpu"),
     "max_num_seqs": ("3", 3),
@@ -87,6 +88,7 @@ def test_defaults_agree_with_the_engines_own() -> None:
         cors_origin=(),
         page=True,
         shutdown_timeout=30.0,
+        stall_timeout=300.0,
         log_level="info",
         enable_faults=False,
     )

@@ -75,11 +75,23 @@ def test_a_second_signal_ends_everything_at_once() -> None:
         assert request.result() is None or request.result().status_code == 503
 
 
-def test_an_engine_that_dies_fails_live_requests_and_ends_the_server_with_70() -> None:
-    with running(step_seconds=0.01) as daemon:
-        other = daemon.in_background([5], 1900)
-        assert daemon.request([KILL], 1).status_code in {500, 503}
-        assert other.result().status_code in {500, 503}
+def test_f2_a_request_that_kills_the_engine_fails_and_the_server_goes_on() -> None:
+    with running(step_seconds=0.002) as daemon:
+        other = daemon.in_background([5], 600)
+        assert daemon.request([KILL], 1).status_code == 500
+        assert other.result().json()["usage"]["completion_tokens"] == 600
+        assert daemon.request([5], 3).status_code == 200
+        assert daemon.process.poll() is None
+
+
+def test_an_engine_that_dies_again_and_again_fails_live_requests_and_ends_the_server_with_70() -> None:
+    faults = ("--enable-faults", "--fault", "engine-killed:step=30")
+    with running(*faults, step_seconds=0.002) as daemon:
+        whole = daemon.in_background([5], 1900)
+        stream = daemon.in_background([6], 1900, stream=True)
+        assert whole.result().status_code == 503
+        events = [line for line in stream.result().text.splitlines() if line.startswith("data: {")]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert daemon.wait() == 70
     assert any("the server ends" in line for line in daemon.log)
 

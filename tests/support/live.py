@@ -20,6 +20,7 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.app import Service, create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
+from octavo.server.revival import RestartPolicy
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
 from octavo.server.wire import BoundedProtocol
@@ -94,6 +95,7 @@ def live_server(
     max_queued_tokens: int = 1 << 20,
     rules: AccessRules | None = None,
     origins: Sequence[str] = (),
+    policy: RestartPolicy | None = None,
 ) -> Iterator[Live]:
     """Serve until the block ends; the engine must be gone then."""
     started: threading.Event = threading.Event()
@@ -104,7 +106,7 @@ def live_server(
     template = None if source is None else ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
 
     async def serve() -> None:
-        client = await EngineClient.start(config or EngineConfig(model=model), command=command)
+        client = await EngineClient.start(config or EngineConfig(model=model), command=command, policy=policy)
         service = Service(
             client,
             tokenizer,

@@ -8,6 +8,7 @@ import sys
 import uvloop
 
 from octavo.server import lifecycle, logs
+from octavo.server.revival import RestartPolicy
 from octavo.server.settings import add_arguments, resolve
 
 SCRIPTED_ENGINE = os.path.join(os.path.dirname(__file__), "scripted_engine.py")  # noqa: PTH118, PTH120
@@ -30,4 +31,4 @@ if __name__ == "__main__":
         parsed.load_until,
     ]
     with lifecycle.bind(settings.server.host, settings.server.port) as listener:
-        sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command).run()))
+        sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command, RestartPolicy(delays=(0.1,))).run()))

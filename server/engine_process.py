@@ -1,0 +1,215 @@
+"""One life of the engine: its process, and the server's end of the socket to it."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Self, cast
+
+from octavo.scheduler.channel import FrameDecoder, FrameEncoder, ProtocolError
+from octavo.scheduler.messages import EngineConfig, Fatal, FromEngine, Loading, Ready, Shutdown, StepReport, ToEngine
+
+ENGINE_COMMAND = (sys.executable, "-m", "octavo.scheduler.process")
+INTERNAL_ERROR = 70
+
+_CLOSE_SECONDS = 2.0
+
+
+class EngineError(Exception):
+    """The engine could not start, has died, or was shut down. `exit_code` is what the server should end with."""
+
+    def __init__(self, message: str, exit_code: int = INTERNAL_ERROR) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EngineProcess:
+    """A process that loads a model and computes requests. Made by `start`."""
+
+    ready: Ready
+    """What the engine said when it was."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        hear_report: Callable[[StepReport], None],
+        hear_loading: Callable[[Loading], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[EngineError] = loop.create_future()
+        """Done once the process is gone; the result says why."""
+        self._process = process
+        self._hear_report = hear_report
+        self._hear_loading = hear_loading
+        self._reason: EngineError | None = None
+        """Why it ends, if that is known before it has ended."""
+        self._link = _Link(self._receive)
+        self._became_ready: asyncio.Future[Ready] = loop.create_future()
+        self._watcher = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        command: Sequence[str],
+        hear_report: Callable[[StepReport], None],
+        hear_loading: Callable[[Loading], None],
+    ) -> Self:
+        """Spawn an engine and wait until it has loaded its model; `hear_loading` is told how far it has come.
+
+        `command` is called with one more argument, the number of an inherited socket. Raises EngineError. When
+        cancelled, it leaves no process behind.
+        """
+        process, connection = await _spawn(command)
+        engine = cls(process, hear_report, hear_loading)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: engine._link, sock=connection)
+            engine.send(config)
+            engine.ready = await engine._readiness()
+        except BaseException:
+            engine.kill("it was not wanted any more")  # while it loads, it would not hear a Shutdown
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """What the process ended with; None while it runs."""
+        return self._process.returncode
+
+    def send(self, message: ToEngine) -> None:
+        """Send or buffer one message; to an engine that is gone, nothing."""
+        self._link.send(message)
+
+    def kill(self, reason: str) -> None:
+        """End the process at once."""
+        self._reason = self._reason or EngineError(reason)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """End the process: ask, wait at most 2 s, then kill. Idempotent."""
+        self._link.send(Shutdown())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
+        self.kill("it did not end when it was told to")
+        await self._process.wait()
+        self._link.close()
+        await self._watcher
+
+    async def _readiness(self) -> Ready:
+        await asyncio.wait((self._became_ready, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not self._became_ready.done():
+            raise self.ended.result()
+        return self._became_ready.result()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepReport():
+                self._hear_report(message)
+            case Loading():
+                self._hear_loading(message)
+            case Ready():
+                if not self._became_ready.done():
+                    self._became_ready.set_result(message)
+            case Fatal():
+                self._reason = EngineError(message.message, message.exit_code)
+
+    async def _watch(self) -> None:
+        """Wait until the connection is gone, see that the process is too, and say why."""
+        broken = await self._link.closed
+        if broken is not None:
+            self.kill(broken)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
+        if self._process.returncode is None:
+            self.kill("the engine closed its connection")
+        code = await self._process.wait()
+        self.ended.set_result(self._reason or EngineError(_describe_exit(code)))
+
+
+class _Link(asyncio.Protocol):
+    """The socket to the engine. Reads as fast as bytes arrive; writes are buffered without limit.
+
+    What is written is bounded by what the server admits, and the engine reads between any two steps.
+    """
+
+    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
+        self.closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """Done when nothing more will arrive; the result says why, where it is not simply the end."""
+        self._receive = receive
+        self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self._encoder = FrameEncoder()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on the messages that these bytes complete."""
+        try:
+            for message in self._decoder.feed(data):
+                self._receive(message)
+        except ProtocolError as error:
+            self._finish(f"the engine broke the protocol: {error}")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Nothing more will arrive."""
+        self._finish(None)
+
+    def send(self, message: ToEngine) -> None:
+        """Send or buffer one message; to an engine that is gone, nothing."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Drop the connection and whatever is buffered."""
+        if self._transport is None:
+            self._finish(None)
+        else:
+            self._transport.abort()
+
+    def _finish(self, reason: str | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(reason)
+
+
+async def _spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Start the engine's process and return it with our end of the socket between us."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        with theirs:
+            # A session of its own: the terminal's Ctrl-C is for the server, which decides when the engine ends.
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, OSError):
+            raise EngineError(f"cannot start the engine's process: {error}") from error
+        raise
+    return process, ours
+
+
+def _describe_exit(code: int) -> str:
+    """Return one line about how a process ended, from its return code."""
+    if code >= 0:
+        return f"the engine's process ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
+    return f"the engine's process was killed by {name}{hint}"
