@@ -197,10 +197,10 @@ class ChatWriter:
     def pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """Content first, then an empty delta with the finish reason."""
         chunks: list[dict[str, Any]] = []
-        if delta.text or (delta.tokens and self._shown.logprobs is not None):
-            content = {"content": delta.text}
-            logprobs = self._entries(delta)
-            chunks.append({"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": None})
+        logprobs = self._entries(delta)
+        for part in self._parts(choice, delta):
+            chunks.append({"index": choice.index, "delta": part, "logprobs": logprobs, "finish_reason": None})
+            logprobs = None  # they come with the first part of a delta
         if delta.finish_reason is not None:
             chunks.append({"index": choice.index, "delta": {}, "logprobs": None, **self._ending(choice, delta)})
         if self._shown.token_ids and chunks:
@@ -209,10 +209,9 @@ class ChatWriter:
 
     def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """A whole choice."""
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
         return {
             "index": choice.index,
-            "message": message,
+            "message": self._message(choice, delta),
             "logprobs": self._entries(delta),
             **self._ending(choice, delta),
             **({"token_ids": delta.ids} if self._shown.token_ids else {}),
@@ -223,9 +222,21 @@ class ChatWriter:
         ids = {"prompt_token_ids": self._prepared.prompts[0]} if self._shown.token_ids else {}
         return ids | self._shown.of_prompt(choices[0])
 
+    def _parts(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:  # noqa: ARG002
+        return [{"content": delta.text}] if delta.text or self._shows_tokens(delta) else []
+
+    def _message(self, choice: Choice, delta: Delta) -> dict[str, Any]:  # noqa: ARG002
+        return {"role": "assistant", "content": delta.text, "refusal": None}
+
+    def _reason(self, choice: Choice, delta: Delta) -> str | None:  # noqa: ARG002
+        return delta.finish_reason
+
+    def _shows_tokens(self, delta: Delta) -> bool:
+        return bool(delta.tokens) and self._shown.logprobs is not None
+
     def _ending(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._reason(choice, delta),
             "stop_reason": delta.stop_reason,
             "seed": self._prepared.seeds[choice.index],
         }

@@ -21,6 +21,7 @@ from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
 from octavo.server.answer import ChatWriter, CompletionWriter, Echo, Head, Shown, Writer, chunks, whole
 from octavo.server.body import read
+from octavo.server.calls import ToolWriter
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, invalid, queue_full
@@ -37,6 +38,9 @@ from octavo.server.structured import GrammarCompiler, constraint_of, vocabulary_
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
+from octavo.server.tool_grammar import with_calls
+from octavo.server.tool_parsers import ToolFormat
+from octavo.server.tools import choose_format, usable_tools
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +64,12 @@ class Service:
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_call_parser: str = "auto"
     grammars: GrammarCompiler = field(init=False)
+    tool_format: ToolFormat = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tool_format = choose_format(self.tool_call_parser, self.template, self.tokenizer)
         self.grammars = GrammarCompiler(vocabulary_of(self.tokenizer, self.client.ready))
 
     def open(self) -> None:
@@ -116,6 +123,8 @@ class Service:
     async def grammar(self, request: SamplingFields) -> str | None:
         """Return the grammar that every choice must follow, if there is one. Raises APIError (400, 429)."""
         constraint = constraint_of(request.response_format, request.structured_outputs)
+        if isinstance(request, ChatRequest):
+            constraint = with_calls(request, constraint, self.tool_format, self.tokenizer)
         if constraint is None:
             return None
         for name in ("ignore_eos", "allowed_token_ids", "bad_words"):
@@ -127,6 +136,7 @@ class Service:
         """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
         generations = len(prepared.prompts) * prepared.choices
         self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
+        tools = isinstance(request, ChatRequest) and usable_tools(request.tools, request.tool_choice)
         choices: list[Choice] = []
         try:
             for prompt, limit in zip(prepared.prompts, prepared.max_tokens, strict=True):
@@ -135,7 +145,8 @@ class Service:
                         self.tokenizer,
                         request.stop,
                         include_stop=bool(request.include_stop_str_in_output),
-                        skip_special_tokens=request.skip_special_tokens is not False,
+                        # The marks of calls may be special tokens.
+                        skip_special_tokens=request.skip_special_tokens is not False and not tools,
                         # What follows a grammar begins with its first character.
                         continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
@@ -206,7 +217,9 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready, service.options)
         head = Head(body.model, service.fingerprint, "chatcmpl")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        writer = ChatWriter(head, prepared, Shown.of(body, service.tokenizer, logprobs))
+        shown = Shown.of(body, service.tokenizer, logprobs)
+        tools = usable_tools(body.tools, body.tool_choice)
+        writer = ToolWriter(head, prepared, shown, service.tool_format) if tools else ChatWriter(head, prepared, shown)
         return await _answer(service, request, body, prepared, writer)
 
 

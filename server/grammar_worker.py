@@ -29,7 +29,7 @@ CPU_SECONDS = 0.25
 TRIAL_TOKENS = 32
 """How far into the grammar its masks are tried, along tokens drawn evenly."""
 
-Kind = Literal["json", "regex", "grammar"]
+Kind = Literal["json", "regex", "grammar", "lark"]
 
 JSON_OPTIONS: Any = {
     "item_separator": ", ",
@@ -42,7 +42,7 @@ JSON_OPTIONS: Any = {
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A grammar as the client gave it: JSON text of a schema, a regular expression, or Lark or GBNF text."""
+    """A grammar: a schema as JSON text, a regular expression, Lark or GBNF of a client, or Lark of our own."""
 
     kind: Kind
     text: str
@@ -62,7 +62,8 @@ def translate(trial: Trial) -> str:
             return llguidance.LLMatcher.grammar_from_json_schema(trial.text, overrides=JSON_OPTIONS)
         if trial.kind == "regex":
             return llguidance.LLMatcher.grammar_from_regex(trial.text)
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(trial.text))
+        lark = trial.text if trial.kind == "lark" else any_to_lark(trial.text)
+        return llguidance.LLMatcher.grammar_from_lark(lark)
     except (Exception, RecursionError) as error:  # the translation of GBNF raises whatever comes
         raise GrammarError(str(error)) from error
 

@@ -246,6 +246,7 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
         tokenizer=tokenizer,
         template=load_template(server.chat_template, tokenizer),
         names=server.served_model_name,
+        tool_call_parser=server.tool_call_parser,
         config=read_config(path),
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,

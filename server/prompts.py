@@ -8,6 +8,7 @@ from octavo.server.errors import APIError, invalid
 from octavo.server.protocol import Conversation, SamplingFields
 from octavo.server.template import ChatTemplate, TemplateRequestError
 from octavo.server.tokenizer import Tokenizer
+from octavo.server.tools import describe, usable_tools
 
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
@@ -35,9 +36,14 @@ def _render(template: ChatTemplate, request: Conversation) -> str:
     opens_answer = request.add_generation_prompt is not False
     if continued and "add_generation_prompt" in request.model_fields_set and opens_answer:
         raise invalid("continue_final_message", "'continue_final_message' excludes 'add_generation_prompt'.")
+    messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(request.messages)]
+    tools = [tool.for_template() for tool in usable_tools(request.tools, request.tool_choice)]
+    if not template.knows_tools:
+        messages, tools = describe(messages, tools), []
     try:
         return template.render(
-            [message.for_template() for message in request.messages],
+            messages,
+            tools=tools or None,
             add_generation_prompt=opens_answer and not continued,
             continue_final_message=continued,
             **extra,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from octavo.server.errors import APIError, invalid
 from octavo.server.structured import ResponseFormat, StructuredOutputs
+from octavo.server.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -48,8 +49,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
@@ -150,19 +149,25 @@ class Message(RequestModel):
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
     ] = None
     name: str | None = Field(None, max_length=256)
+    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = Field(None, max_length=256)
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: absent fields left out."""
+    def for_template(self, where: str) -> dict[str, Any]:
+        """The message as chat templates expect it: absent fields left out. Raises APIError (400)."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            message["tool_calls"] = [call.for_template(f"{where}.tool_calls[{index}]") for index, call in calls]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in given.items() if value is not None}
 
 
 class Conversation(RequestModel):
     """What a chat template makes a prompt of."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     add_special_tokens: bool | None = False
@@ -249,6 +254,7 @@ class ChatRequest(SamplingFields, Conversation):
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    parallel_tool_calls: bool | None = True
 
 
 class TokenizeText(RequestModel):

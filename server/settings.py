@@ -6,7 +6,7 @@ the same function, so an error reads the same wherever the value came from.
 
 import argparse
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
+from octavo.server.setting import ENVIRONMENT_PREFIX, Setting
 from octavo.server.values import boolean, count, existing_file, fault, keys_of, origin, port, seconds, share, size, word
 
-ENVIRONMENT_PREFIX = "OCTAVO_"
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
 """Read by the kernels themselves, when they are compiled at first use."""
 
@@ -25,45 +25,6 @@ class SettingsError(ValueError):
     """A setting cannot be understood or does not exist. The text names the flag or variable."""
 
     exit_code = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table. `name` is the field it fills; flag and variable follow from it."""
-
-    name: str
-    group: str
-    parse: Callable[[str], Any]
-    default: Any
-    help: str
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    """The only words it accepts; empty: whatever `parse` does."""
-    repeatable: bool = False
-    secret: bool = False
-    """Never logged."""
-
-    @property
-    def flag(self) -> str:
-        """How it is given on the command line."""
-        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """How it is given in the environment."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
-
-    @property
-    def negated(self) -> str:
-        """The variable that turns a yes-or-no setting off; empty for others."""
-        return ENVIRONMENT_PREFIX + "NO_" + self.name.upper() if self.parse is boolean else ""
-
-    def read(self, text: str) -> Any:
-        """Parse a value. Raises ValueError."""
-        value = self.parse(text)
-        if self.choices and value not in self.choices:
-            raise ValueError(f"give one of {', '.join(self.choices)}")
-        return value
 
 
 HTTP, MODEL, ENGINE, MEMORY = "HTTP", "Model", "Engine", "Memory"
@@ -113,6 +74,14 @@ SETTINGS = (
         "Sample as the model's generation_config.json says where a request does not.",
     ),
     Setting("chat_template", MODEL, existing_file, None, "A Jinja file to use instead of the model's own.", "FILE"),
+    Setting(
+        "tool_call_parser",
+        MODEL,
+        word,
+        "auto",
+        "How the model writes calls of tools. auto reads it off the chat template.",
+        choices=("auto", "hermes", "llama3_json", "mistral"),
+    ),
     Setting("seed", MODEL, count(0), 0, "Seed of --load-format random.", "N"),
     Setting("host", HTTP, word, "127.0.0.1", "Address to listen on. 0.0.0.0 serves the whole network.", "ADDRESS"),
     Setting("port", HTTP, port, 8000, "Port to listen on; 0 lets the system choose.", "PORT"),
@@ -274,6 +243,7 @@ class ServerSettings:
     max_tokens_policy: str
     use_model_sampling_defaults: bool
     chat_template: Path | None
+    tool_call_parser: str
     max_body_bytes: int
     max_queued_requests: int
     max_queued_tokens: int

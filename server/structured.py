@@ -114,7 +114,7 @@ def _from_outputs(outputs: StructuredOutputs | None) -> Sequence[Constraint]:
     if outputs.regex is not None:
         constraints.append(Constraint("regex", outputs.regex, param))
     if outputs.choice is not None:
-        constraints.append(Constraint("grammar", "start: " + " | ".join(map(literal, outputs.choice)), param))
+        constraints.append(Constraint("lark", "start: " + " | ".join(map(literal, outputs.choice)), param))
     if outputs.grammar is not None:
         constraints.append(Constraint("grammar", outputs.grammar, param))
     if len(constraints) != 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -45,7 +45,10 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled{line}: {_one_line(error)}") from None
         special = {"bos_token": bos_token, "eos_token": eos_token}
         self._special = {name: token for name, token in special.items() if token is not None}
+        self.source = source
         self._knows_developer = "developer" in source
+        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(source))
+        """Whether it writes tools, calls and their results itself."""
 
     def render(
         self,

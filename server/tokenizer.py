@@ -116,6 +116,11 @@ class Tokenizer:
         """Whether the token is a control token such as BOS, which decoding can skip."""
         return token in self._special
 
+    def special_id(self, text: str) -> int | None:
+        """Return the control token that is written so; None if there is none."""
+        token = self._backend.token_to_id(text)
+        return token if token in self._special else None
+
     def _id(self, token: str) -> int:
         found = self._backend.token_to_id(token)
         if found is None:

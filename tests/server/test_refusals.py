@@ -160,7 +160,6 @@ def test_a15_a_giant_list_of_prompts_is_refused(live: Live) -> None:
     [
         ("suffix", "end"),
         ("guided_json", {"type": "object"}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("use_beam_search", True),
     ],
 )
