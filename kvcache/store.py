@@ -10,7 +10,10 @@ from octavo.kvcache.layout import KVLayout
 
 
 class KVStore:
-    """One tensor [layers, 2, blocks, block_size * kv_heads * head_dim], zero-filled."""
+    """One tensor [layers, 2, blocks, block_size * kv_heads * head_dim].
+
+    Zeros are written to it, so that its pages are there from the first minute on and nobody can take them later.
+    """
 
     def __init__(self, layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         elements = layout.block_size * layout.kv_heads * layout.head_dim

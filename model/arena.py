@@ -20,7 +20,8 @@ class ActivationArena:
     """The slab and its views. Activations are of one dtype; the areas of _OTHER_TYPES are not activations."""
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._slab = torch.empty(layout.bytes, dtype=torch.uint8, device=device)
+        # Written, so that its pages are there from the first minute on.
+        self._slab = torch.zeros(layout.bytes, dtype=torch.uint8, device=device)
         self._areas: dict[str, Tensor] = {}
         for name, area in layout.areas.items():
             size = area.rows * area.columns * area.element_bytes
@@ -44,6 +45,10 @@ class ActivationArena:
 
     def __contains__(self, name: str) -> bool:
         return name in self._areas
+
+    def fill(self, byte: int) -> None:
+        """Overwrite everything."""
+        self._slab.fill_(byte)
 
     def view(self, name: str, rows: int) -> Tensor:
         """Return the first rows of an area: [rows, columns], contiguous. IndexError if the area has fewer."""

@@ -1,5 +1,7 @@
 """One device, one step: from the scheduler's rows to sampled tokens and log-probabilities."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
@@ -21,6 +24,7 @@ from octavo.model.draw import RowScratch
 from octavo.model.graphs import Capture, DecodeGraphs, Gpu
 from octavo.model.kernels import Kernels
 from octavo.model.memory import RunnerLimits, kv_layout
+from octavo.model.poison import Poison, poison_wanted
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
 from octavo.model.step import Pending, Row, RowResult, Step, StepResult
@@ -28,6 +32,8 @@ from octavo.model.transformer import Transformer
 from octavo.model.weights.checkpoint import Checkpoint, load_weights
 
 IntArray = NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ class ModelRunner:
         self.model = model
         self.weights_digest = ""
         """SHA-256 of the weights that were loaded, in hexadecimal."""
+        self.poison: Poison | None = None
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
@@ -152,6 +159,8 @@ class ModelRunner:
     def submit(self, step: Step) -> Pending:
         """Queue a step. ValueError if it is larger than the arena or contradicts the slot table."""
         self._slots.apply(step)
+        if self.poison is not None:
+            self.poison.before(step)
         rows = _Rows.of(step.rows, self._slots.sampling["prompt_length"])
         if step.rows:
             self._forward(step)
@@ -245,7 +254,7 @@ def build_runner(
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len)
     ledger.allocate("weights", model.weights_nbytes)
     padding_blocks = 1 if gpu else 0
-    store = KVStore(layout, limits.blocks + padding_blocks, dtype, device)
+    store = _make_store(layout, limits.blocks + padding_blocks, dtype, device)
     ledger.allocate("cache", limits.blocks * layout.block_bytes)
     attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
     areas = arena_layout(
@@ -267,4 +276,16 @@ def build_runner(
     else:
         runner = ModelRunner(model, attention, slots, Sampler(slots, scratch), arena, kernels.record)
     runner.weights_digest = digest
+    if poison_wanted() and not gpu:
+        runner.poison = Poison(store, arena)
+        runner.poison.fill()
     return runner
+
+
+def _make_store(layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device) -> KVStore:
+    """Make the pool, and say so where it has taken long: the system clears every page of it."""
+    started = time.monotonic()
+    store = KVStore(layout, blocks, dtype, device)
+    if (seconds := time.monotonic() - started) > 1:
+        _log.info("KV cache: %s bytes in %.1f s", f"{store.nbytes:,}", seconds)
+    return store

@@ -69,6 +69,21 @@ def test_preempted_and_resumed(model: Loaded, requests: list[Submission], alone:
     assert equal(found, alone, requests)
 
 
+def test_in_memory_full_of_nan(
+    model: Loaded, requests: list[Submission], alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read that was not written since it was given out, neither on prefix hits nor after preemptions."""
+    monkeypatch.setenv("OCTAVO_POISON", "1")
+    poisoned = Loaded(model.ready.dtype)
+    hits = poisoned.answer(requests, Conditions(rows=16, rounds=2, blocks=model.ready.blocks))
+    longest = max(len(request.prompt) for request in requests) + OUTPUT_TOKENS
+    crowded = poisoned.answer(requests, Conditions(rows=32, tokens=48, blocks=-(-longest // 16) + 4))
+    assert hits.cached_tokens > 0
+    assert crowded.preemptions > 0
+    assert equal(hits, alone, requests)
+    assert equal(crowded, alone, requests)
+
+
 def test_after_an_engine_restart(model: Loaded, requests: list[Submission], alone: Answers) -> None:
     """A new engine, perhaps after a crash, is given the prompt and the tokens that were sent already."""
     half = OUTPUT_TOKENS // 2
