@@ -1,12 +1,19 @@
 """The documents say what is."""
 
 import re
+import shlex
 from pathlib import Path
 
+from octavo.server.cli import make_parser
+from octavo.server.metrics import Metrics
 from octavo.server.settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+OPERATIONS = ROOT / "docs" / "operations.md"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    OPERATIONS,
+]
 
 
 def test_the_readme_lists_every_flag_and_no_other() -> None:
@@ -36,3 +43,24 @@ def test_every_link_between_documents_leads_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_command_that_the_documents_show_can_be_parsed() -> None:
+    parser = make_parser()
+    found = 0
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE):
+            for line in re.findall(r"^(?:\$ )?(octavo .*)", block, re.MULTILINE):
+                for command in line.split("&&"):
+                    parser.parse_args(shlex.split(command, comments=True)[1:])
+                    found += 1
+    assert found >= 8
+
+
+def test_operations_name_metrics_that_exist_and_every_alert() -> None:
+    text = OPERATIONS.read_text()
+    exported = Metrics().exposition().decode()
+    for name in set(re.findall(r"octavo_[a-z_]+", text)):
+        assert re.search(rf"^# TYPE {name} ", exported, re.MULTILINE), name
+    alerts = set(re.findall(r"alert: (\w+)", (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()))
+    assert set(re.findall(r"^\| (Octavo\w+) \|", text, re.MULTILINE)) == alerts
