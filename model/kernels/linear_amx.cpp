@@ -51,14 +51,40 @@ struct TiledRows {
     }
 };
 
+// Where the tiles of W come from: at(index) has 32 k of the columns from `column` on, 4 bytes a column.
+struct Numbers {
+    const bf16* panel;
+
+    const char* at(int64_t index, int64_t column) const {
+        return reinterpret_cast<const char*>(panel) + index * tile_rows * panel_row_bytes + column * 4;
+    }
+};
+
+// Quantised weights, expanded just before they are needed, `columns` at a time. Block `index` of 32 k goes to place
+// index & mask: with two places they never leave the L1 cache, and one is read while the next is written; with a place
+// for each they can serve more rows.
+template <int columns>
+struct Expanding {
+    Kind kind;
+    const char* panel;
+    bf16* blocks;
+    int64_t mask;
+
+    const char* at(int64_t index, int64_t column) const {
+        bf16* block = blocks + (index & mask) * tile_depth * panel_width;
+        expand_block(kind, panel, index, block, column, column + columns);
+        return reinterpret_cast<const char*>(block) + column * 4;
+    }
+};
+
 // sums [rows][64] for up to 16 rows: one tile of rows by four tiles of columns.
-void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
-    const char* w = reinterpret_cast<const char*>(panel);
+template <class Weights>
+void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    auto add = [&](const bf16* x, int64_t stride) {
+    auto add = [&](const bf16* x, int64_t stride, const char* w) {
         _tile_loadd(4, x, stride * 2);
         _tile_loadd(5, w, panel_row_bytes);
         _tile_dpbf16ps(0, 4, 5);
@@ -68,10 +94,10 @@ void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
         _tile_dpbf16ps(2, 4, 7);
         _tile_loadd(5, w + 192, panel_row_bytes);
         _tile_dpbf16ps(3, 4, 5);
-        w += tile_rows * panel_row_bytes;
     };
-    for (int64_t tile = 0; tile < rows.whole_tiles; tile++) add(rows.x + tile * tile_depth, rows.stride);
-    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth);
+    for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
+        add(rows.x + tile * tile_depth, rows.stride, weights.at(tile, 0));
+    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, weights.at(rows.whole_tiles, 0));
     _tile_stored(0, sums, panel_row_bytes);
     _tile_stored(1, sums + 16, panel_row_bytes);
     _tile_stored(2, sums + 32, panel_row_bytes);
@@ -80,15 +106,16 @@ void sum_low(const TiledRows& rows, const bf16* panel, float* sums) {
 
 // sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns. There are
 // enough products here to fetch the same place of the next panel from memory meanwhile.
-void sum_high(const TiledRows& rows, const bf16* half_panel, float* sums) {
-    const char* w = reinterpret_cast<const char*>(half_panel);
+template <class Weights>
+void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums) {
+    constexpr bool fetches = __is_same(Weights, Numbers);
     const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    auto add = [&](const bf16* x, int64_t stride) {
-        for (int64_t row = 0; row < tile_rows; row++) {
+    auto add = [&](const bf16* x, int64_t stride, const char* w) {
+        for (int64_t row = 0; fetches && row < tile_rows; row++) {
             _mm_prefetch(w + panel_bytes + row * panel_row_bytes, _MM_HINT_T1);
             _mm_prefetch(w + panel_bytes + row * panel_row_bytes + 64, _MM_HINT_T1);
         }
@@ -100,29 +127,43 @@ void sum_high(const TiledRows& rows, const bf16* half_panel, float* sums) {
         _tile_loadd(5, x + tile_rows * stride, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-        w += tile_rows * panel_row_bytes;
     };
-    for (int64_t tile = 0; tile < rows.whole_tiles; tile++) add(rows.x + tile * tile_depth, rows.stride);
-    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth);
+    for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
+        add(rows.x + tile * tile_depth, rows.stride, weights.at(tile, column));
+    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, weights.at(rows.whole_tiles, column));
+    sums += column;
     _tile_stored(0, sums, panel_row_bytes);
     _tile_stored(1, sums + 16, panel_row_bytes);
     _tile_stored(2, sums + tile_rows * panel_width, panel_row_bytes);
     _tile_stored(3, sums + tile_rows * panel_width + 16, panel_row_bytes);
 }
 
-void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
+// Returns the numbers of the panel for more rows, if there can be any.
+const bf16* compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
     alignas(64) float sums[2 * tile_rows * panel_width];
+    alignas(64) bf16 two_blocks[2 * tile_depth * panel_width];
     {
         const TiledRows tiled(call, first_row, rows);
         const TileConfiguration configuration(rows);
-        if (rows <= tile_rows) {
-            sum_low(tiled, w, sums);
+        auto sum = [&](const auto& low, const auto& high) {
+            if (rows <= tile_rows) return sum_low(tiled, low, sums);
+            sum_high(tiled, high, 0, sums);
+            sum_high(tiled, high, panel_width / 2, sums);
+        };
+        if (w != nullptr) {
+            sum(Numbers{w}, Numbers{w});
         } else {
-            sum_high(tiled, w, sums);
-            sum_high(tiled, w + panel_width, sums + panel_width / 2);
+            const bool alone = call.rows <= 2 * tile_rows;
+            bf16* blocks = alone ? two_blocks : call.expanded();
+            const int64_t mask = alone ? 1 : -1;
+            const char* packed = call.quantised_panel(panel);
+            sum(Expanding<panel_width>{call.linear.kind, packed, blocks, mask},
+                Expanding<panel_width / 2>{call.linear.kind, packed, blocks, mask});
+            w = alone ? nullptr : blocks;
         }
     }
     store(call, first_row, rows, panel, sums);
+    return w;
 }
 
 }  // namespace
@@ -133,7 +174,8 @@ OCTAVO_KERNEL(linear_bf16)
     for_each_piece(call, [&](int64_t first_row, int64_t count, int64_t panel, const bf16* w) {
         for (int64_t first = 0; first < count; first += 2 * tile_rows) {
             const int64_t left = count - first;
-            compute(call, first_row + first, left < 2 * tile_rows ? left : 2 * tile_rows, panel, w);
+            w = compute(call, first_row + first, left < 2 * tile_rows ? left : 2 * tile_rows, panel, w);
         }
+        return w;
     });
 }

@@ -87,9 +87,11 @@ void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel, const 
 template <class T>
 void run(const LinearCall<T>& call) {
     for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const T* w) {
+        if (w == nullptr) w = call.expand(panel);
         for_each_group<most_rows>(rows, [&](int64_t first, auto count) {
             compute<decltype(count)::number>(call, first_row + first, panel, w);
         });
+        return w;
     });
 }
 

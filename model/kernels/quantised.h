@@ -3,20 +3,20 @@
 // A block is 32 consecutive k of one row of W. Each weight is an integer q of 4 or 8 bits; its value is
 // scale * q + offset (ggml-common.h has the formats; the offset is zero but for Q4_1 and Q4_K, and Q4_0 counts from -8).
 // W is packed in panels of 64 rows, as all weights are (see linear.h), and takes as many bytes as in the file:
-//   Q4_0: [panel][k / 32] of scale [64], words [4][64]
-//   Q4_1: [panel][k / 32] of scale [64], offset [64], words [4][64]
-//   Q8_0: [panel][k / 32] of scale [64], words [8][64]
-//   Q4_K: [panel][k / 256] of scale [64], scale of offsets [64], factors [12][64] bytes, 8 times words [4][64]
-// Scales are float16. A word is four bytes of a row, in their order in the file: bytes of 8 bits, or of 4 bits the
-// lower halves for k = 4 w .. 4 w + 3 and the upper halves for those k + 16. (Q4_K pairs 32 with the next 32 in the
-// file; packing brings them into this order.)
+//   Q4_0: [panel][k / 32] of scale [64], nibbles [32][64]
+//   Q4_1: [panel][k / 32] of scale [64], offset [64], nibbles [32][64]
+//   Q8_0: [panel][k / 32] of scale [64], bytes [k / 2][64][2]
+//   Q4_K: [panel][k / 256] of scale [64], scale of offsets [64], factors [12][64] bytes, 8 times nibbles [32][64]
+// Scales are float16. Nibbles are grouped in words of eight, so that one shift brings those of 16 words into place; a word
+// belongs to one row n and has either the even or the odd k of 16: [n / 16][k / 16][n / 8 % 2][n % 8][k % 2], and
+// the nibble in it is k / 2 % 8, the lowest first.
 //
 // Expanding rounds each value once, from float32 to the type of the activations. These are the numbers that a widened
 // checkpoint would hold, in the same order, so quantised weights give the same bits as widened ones.
 #pragma once
 #include "numbers.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -32,31 +32,43 @@ constexpr int64_t unit_bytes(Kind kind) {
     return panel_width * (kind == Kind::q4_0 ? 18 : kind == Kind::q4_1 ? 20 : kind == Kind::q8_0 ? 34 : 144);
 }
 constexpr int64_t unit_depth(Kind kind) { return kind == Kind::q4_k ? superblock_depth : block_depth; }
-constexpr int64_t words_of(Kind kind) { return kind == Kind::q8_0 ? 8 : 4; }
-constexpr int64_t row_bytes = panel_width * 4;  // of one word of all rows of a panel
+constexpr int64_t nibbles_bytes = block_depth * panel_width / 2;
 
-#if defined(__AVX512F__)
-constexpr int expanded_lanes = 16;
-#elif defined(__AVX2__)
-constexpr int expanded_lanes = 8;
-#else
-constexpr int expanded_lanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * expanded_lanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * expanded_lanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * expanded_lanes)));
+// Which nibble, counted from the first word of a block, or which byte holds q of row n and k.
+constexpr int64_t nibble_place(int64_t n, int64_t k) {
+    const int64_t word = n / 16 * 64 + k / 16 * 32 + n / 8 % 2 * 16 + n % 8 * 2 + k % 2;
+    return word * 8 + k / 2 % 8;
+}
+constexpr int64_t byte_place(int64_t n, int64_t k) { return (k / 2 * panel_width + n) * 2 + k % 2; }
 
 // One block of 64 rows: value = (q - zero) * scale + offset.
 struct Block {
-    const char* words;
+    const char* integers;
     int32_t zero;
     alignas(64) float scale[panel_width], offset[panel_width];
 };
 
+template <class Vector>
+inline Vector load_vector(const void* source) {
+    Vector vector;
+    std::memcpy(&vector, source, sizeof vector);
+    return vector;
+}
+
+// Begin to fetch what will be read a few thousand weights later.
+inline void fetch(const char* address) { __builtin_prefetch(address + 4096); }
+
 inline void read_halves(const char* source, float* target) {
+    fetch(source);
+    fetch(source + panel_width);
+#if defined(__AVX512F__)
+    for (int64_t n = 0; n < panel_width; n += 16)
+        _mm512_storeu_ps(target + n, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 2 * n))));
+#else
     uint16_t halves[panel_width];
     std::memcpy(halves, source, sizeof halves);
     for (int64_t n = 0; n < panel_width; n++) target[n] = half_to_float(halves[n]);
+#endif
 }
 
 // The factors of group 0 .. 7 in a superblock: 6 bits each, packed as in get_scale_min_k4 of ggml-quants.c.
@@ -77,7 +89,7 @@ inline void read_block(Kind kind, const char* panel, int64_t index, Block& block
     const char* unit = panel + index * block_depth / unit_depth(kind) * unit_bytes(kind);
     const bool has_offset = kind == Kind::q4_1 || kind == Kind::q4_k;
     block.zero = kind == Kind::q4_0 ? 8 : 0;
-    block.words = unit + (has_offset ? 2 : 1) * halves;
+    block.integers = unit + (has_offset ? 2 : 1) * halves;
     read_halves(unit, block.scale);
     if (has_offset) {
         read_halves(unit + halves, block.offset);
@@ -86,72 +98,132 @@ inline void read_block(Kind kind, const char* panel, int64_t index, Block& block
     }
     if (kind == Kind::q4_k) {
         const int64_t group = index % (superblock_depth / block_depth);
-        read_factors(reinterpret_cast<const uint8_t*>(block.words), group, block.scale, block.offset);
-        block.words += 12 * panel_width + group * 4 * row_bytes;
+        read_factors(reinterpret_cast<const uint8_t*>(block.integers), group, block.scale, block.offset);
+        block.integers += 12 * panel_width + group * nibbles_bytes;
     }
 }
 
-template <class Vector>
-inline Vector load_vector(const void* source) {
-    Vector vector;
-    std::memcpy(&vector, source, sizeof vector);
-    return vector;
+// Numbers are expanded in vectors whose lanes are an even and an odd k, in turn, of some rows of W.
+#if defined(__AVX512F__)
+constexpr int expanded_lanes = 16;
+#elif defined(__AVX2__)
+constexpr int expanded_lanes = 8;
+#else
+constexpr int expanded_lanes = 4;
+#endif
+constexpr int expanded_rows = expanded_lanes / 2;
+typedef int8_t Bytes __attribute__((vector_size(expanded_lanes)));
+typedef float Floats __attribute__((vector_size(4 * expanded_lanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * expanded_lanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * expanded_lanes)));
+typedef uint64_t Pairs __attribute__((vector_size(4 * expanded_lanes)));
+typedef uint32_t HalfBits __attribute__((vector_size(2 * expanded_lanes)));
+
+#if defined(__AVX512F__)
+// The 16 possible integers of 4 bits: looking one up needs no mask, as the other bits of an index do not count.
+struct Nibbles {
+    __m512 table;
+
+    explicit Nibbles(int32_t zero) {
+        const __m512i all = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        table = _mm512_cvtepi32_ps(_mm512_sub_epi32(all, _mm512_set1_epi32(zero)));
+    }
+    Floats at(Bits words, int place) const {
+        return (Floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * place)), table);
+    }
+};
+
+// Two lanes for each of 8 rows.
+inline Floats twice(const float* values) {
+    const __m512i order = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return (Floats)_mm512_permutexvar_ps(order, _mm512_castps256_ps512(_mm256_loadu_ps(values)));
+}
+#else
+struct Nibbles {
+    int32_t zero;
+
+    Floats at(Bits words, int place) const {
+        return __builtin_convertvector((Ints)(words >> (4 * place) & 15) - zero, Floats);
+    }
+};
+
+inline Floats twice(const float* values) {
+    Floats result;
+    for (int lane = 0; lane < expanded_lanes; lane++) result[lane] = values[lane / 2];
+    return result;
+}
+#endif
+
+inline Floats widened(const char* bytes) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load_vector<Bytes>(bytes), Ints), Floats);
+#endif
 }
 
-// Where k of the block lies in its words, and its integers for some rows of W.
-template <bool wide>
-inline Ints integers(const char* words, int64_t k, int64_t row) {
-    const int64_t word = wide ? k / 4 : k % 16 / 4;
-    const Bits bits = load_vector<Bits>(words + word * row_bytes + row * 4);
-    if (wide) return (Ints)(bits << (24 - k % 4 * 8)) >> 24;
-    return (Ints)(bits >> (k % 4 * 8 + k / 16 * 4) & 15);
-}
-
-template <bool wide>
-inline Floats values(const Block& block, int64_t k, int64_t row) {
-    const Floats whole = __builtin_convertvector(integers<wide>(block.words, k, row) - block.zero, Floats);
-    return whole * load_vector<Floats>(block.scale + row) + load_vector<Floats>(block.offset + row);
-}
-
-inline void store_pair(float* out, Floats even, Floats odd) {
+// Values of row n on at k and k + 1, k being even, are stored from `low` for half a vector's rows and `high` for the next.
+inline void store_half(float* out, Floats values) {
+    const HalfBits even = __builtin_convertvector((Pairs)values & 0xffffffffu, HalfBits);
+    const HalfBits odd = __builtin_convertvector((Pairs)values >> 32, HalfBits);
     std::memcpy(out, &even, sizeof even);
     std::memcpy(out + panel_width, &odd, sizeof odd);
 }
 
-inline Bits rounded(Floats value) {
-    const Bits bits = (Bits)value;
-    return bits + 0x7fff + (bits >> 16 & 1);
+inline void store_values(float* out, int64_t n, int64_t k, Floats low, Floats high) {
+    store_half(out + k * panel_width + n, low);
+    store_half(out + k * panel_width + n + expanded_rows, high);
 }
 
-inline void store_pair(bf16* out, Floats even, Floats odd) {
+inline HalfBits rounded_pairs(Floats values) {
+    const Bits bits = (Bits)values;
+    const Pairs rounded = (Pairs)(bits + 0x7fff + (bits >> 16 & 1));
+    return __builtin_convertvector((rounded >> 16 & 0xffff) | (rounded >> 32 & 0xffff0000u), HalfBits);
+}
+
+inline void store_values(bf16* out, int64_t n, int64_t k, Floats low, Floats high) {
+    bf16* target = out + k * panel_width + n * 2;
 #if defined(__AVX512BF16__)
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-    const Bits pairs = (Bits)_mm512_permutexvar_epi16(order, both);
+    const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    std::memcpy(target, &pairs, sizeof pairs);
 #else
-    const Bits pairs = rounded(even) >> 16 | (rounded(odd) & 0xffff0000u);
+    const HalfBits first = rounded_pairs(low), second = rounded_pairs(high);
+    std::memcpy(target, &first, sizeof first);
+    std::memcpy(target + expanded_lanes, &second, sizeof second);
 #endif
-    std::memcpy(out, &pairs, sizeof pairs);
 }
 
-template <bool wide, class T>
-inline void expand_words(const Block& block, T* out) {
-    constexpr int64_t pair = 4 / sizeof(T);  // elements of one row of W that lie together
-    for (int64_t k = 0; k < block_depth; k += 2)
-        for (int64_t row = 0; row < panel_width; row += expanded_lanes)
-            store_pair(out + k * panel_width + row * pair, values<wide>(block, k, row), values<wide>(block, k + 1, row));
-}
-
-// Write 32 k of 64 rows of W to out, in the order of linear.h.
+// Write 32 k of rows first .. end - 1 of a panel of W to out, which is where the numbers of its first row are or would
+// be in the order of linear.h. first and end are multiples of 16.
 template <class T>
-void expand_block(Kind kind, const char* panel, int64_t index, T* out) {
+void expand_block(Kind kind, const char* panel, int64_t index, T* out, int64_t first = 0, int64_t end = panel_width) {
     Block block;
     read_block(kind, panel, index, block);
-    if (kind == Kind::q8_0)
-        expand_words<true>(block, out);
-    else
-        expand_words<false>(block, out);
+    const Nibbles nibbles{block.zero};
+    for (int64_t n = first; n < end; n += 2 * expanded_rows) {
+        const Floats low_scale = twice(block.scale + n), high_scale = twice(block.scale + n + expanded_rows);
+        const Floats low_offset = twice(block.offset + n), high_offset = twice(block.offset + n + expanded_rows);
+        const auto put = [&](int64_t k, Floats low, Floats high) __attribute__((always_inline)) {
+            store_values(out, n, k, low * low_scale + low_offset, high * high_scale + high_offset);
+        };
+        if (kind == Kind::q8_0) {
+            for (int64_t k = 0; k < block_depth; k += 2) {
+                const char* bytes = block.integers + byte_place(n, k);
+                fetch(bytes);
+                put(k, widened(bytes), widened(bytes + expanded_lanes));
+            }
+            continue;
+        }
+        for (int64_t k = 0; k < block_depth; k += 16) {
+            const char* words = block.integers + nibble_place(n, k) / 2;
+            const char* next_words = block.integers + nibble_place(n + expanded_rows, k) / 2;
+            fetch(words);
+            fetch(next_words);
+            const Bits low = load_vector<Bits>(words), high = load_vector<Bits>(next_words);
+#pragma GCC unroll 8
+            for (int place = 0; place < 8; place++) put(k + 2 * place, nibbles.at(low, place), nibbles.at(high, place));
+        }
+    }
 }
 
 }  // namespace

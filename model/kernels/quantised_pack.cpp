@@ -5,36 +5,41 @@
 namespace {
 
 // Copy `count` items of `size` bytes that follow each other in a row of W to where 64 rows take turns.
-void spread(const uint8_t* source, int64_t count, int64_t size, uint8_t* target, int64_t row) {
-    for (int64_t i = 0; i < count; i++) std::memcpy(target + (i * panel_width + row) * size, source + i * size, size);
+void spread(const uint8_t* source, int64_t count, int64_t size, uint8_t* target, int64_t n) {
+    for (int64_t i = 0; i < count; i++) std::memcpy(target + (i * panel_width + n) * size, source + i * size, size);
 }
 
-// The nibbles of 64 numbers of Q4_K: the lower halves of 32 bytes are the first block, the upper halves the second.
-void separate(const uint8_t* pair, uint8_t* first, uint8_t* second) {
-    for (int64_t i = 0; i < block_depth / 2; i++) {
-        first[i] = static_cast<uint8_t>((pair[i] & 15) | pair[i + 16] << 4);
-        second[i] = static_cast<uint8_t>(pair[i] >> 4 | (pair[i + 16] & 0xf0));
+// Put 32 nibbles of row n into their places. The first 16 are at `lower_shift` in the bytes at `lower`, the others at
+// `upper_shift` in those at `upper`.
+void put_nibbles(const uint8_t* lower, int lower_shift, const uint8_t* upper, int upper_shift, uint8_t* target, int64_t n) {
+    for (int64_t k = 0; k < block_depth; k++) {
+        const int nibble = (k < 16 ? lower[k] >> lower_shift : upper[k - 16] >> upper_shift) & 15;
+        const int64_t place = nibble_place(n, k);
+        const int shift = place % 2 * 4;
+        target[place / 2] = static_cast<uint8_t>((target[place / 2] & ~(15 << shift)) | nibble << shift);
     }
 }
 
-void pack_superblock(const uint8_t* source, uint8_t* unit, int64_t row) {
-    constexpr int64_t header = 2 * 2 + 12, pair_bytes = block_depth;
-    spread(source, 2, 2, unit, row);
-    spread(source + 4, 12, 1, unit + 4 * panel_width, row);
-    uint8_t* words = unit + header * panel_width;
-    for (int64_t pair = 0; pair < superblock_depth / block_depth / 2; pair++, words += 8 * row_bytes) {
-        uint8_t blocks[2][block_depth / 2];
-        separate(source + header + pair * pair_bytes, blocks[0], blocks[1]);
-        spread(blocks[0], 4, 4, words, row);
-        spread(blocks[1], 4, 4, words + 4 * row_bytes, row);
+void pack_superblock(const uint8_t* source, uint8_t* unit, int64_t n) {
+    constexpr int64_t header = 2 * 2 + 12;
+    spread(source, 2, 2, unit, n);
+    spread(source + 4, 12, 1, unit + 4 * panel_width, n);
+    for (int64_t group = 0; group < superblock_depth / block_depth; group++) {
+        const uint8_t* bytes = source + header + group / 2 * block_depth;
+        const int shift = group % 2 * 4;
+        put_nibbles(bytes, shift, bytes + 16, shift, unit + header * panel_width + group * nibbles_bytes, n);
     }
 }
 
-void pack_unit(Kind kind, const uint8_t* source, uint8_t* unit, int64_t row) {
-    if (kind == Kind::q4_k) return pack_superblock(source, unit, row);
+// Store one block of a row, or superblock, as it lies in the file, as row n of a unit of a panel.
+void pack_unit(Kind kind, const uint8_t* source, uint8_t* unit, int64_t n) {
+    if (kind == Kind::q4_k) return pack_superblock(source, unit, n);
     const int64_t scales = kind == Kind::q4_1 ? 2 : 1;
-    spread(source, scales, 2, unit, row);
-    spread(source + 2 * scales, words_of(kind), 4, unit + 2 * scales * panel_width, row);
+    spread(source, scales, 2, unit, n);
+    const uint8_t* integers = source + 2 * scales;
+    uint8_t* target = unit + 2 * scales * panel_width;
+    if (kind != Kind::q8_0) return put_nibbles(integers, 0, integers, 4, target, n);
+    for (int64_t k = 0; k < block_depth; k++) target[byte_place(n, k)] = integers[k];
 }
 
 struct Packed {
@@ -48,18 +53,21 @@ struct Packed {
     uint8_t* panel(int64_t row) const { return weight + row / panel_width * units * unit_bytes(kind); }
 };
 
+int integer(Kind kind, const Block& block, int64_t n, int64_t k) {
+    if (kind == Kind::q8_0) return static_cast<int8_t>(block.integers[byte_place(n, k)]);
+    const int64_t place = nibble_place(n, k);
+    return (static_cast<uint8_t>(block.integers[place / 2]) >> place % 2 * 4 & 15) - block.zero;
+}
+
 template <class T>
 void read_row(const Packed& packed, int64_t row, T* out) {
     const char* panel = reinterpret_cast<const char*>(packed.panel(row));
     const int64_t n = row % panel_width, blocks = packed.units * unit_depth(packed.kind) / block_depth;
-    const bool wide = packed.kind == Kind::q8_0;
     for (int64_t index = 0; index < blocks; index++, out += block_depth) {
         Block block;
         read_block(packed.kind, panel, index, block);
         for (int64_t k = 0; k < block_depth; k++) {
-            const uint8_t byte = static_cast<uint8_t>(block.words[(wide ? k / 4 : k % 16 / 4) * row_bytes + n * 4 + k % 4]);
-            const int integer = wide ? static_cast<int8_t>(byte) : (k < 16 ? byte & 15 : byte >> 4) - block.zero;
-            out[k] = from_float<T>(static_cast<float>(integer) * block.scale[n] + block.offset[n]);
+            out[k] = from_float<T>(static_cast<float>(integer(packed.kind, block, n, k)) * block.scale[n] + block.offset[n]);
         }
     }
 }
