@@ -33,6 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seed: int = 0
     """Seed of random weights."""
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
     fault: tuple[str, ...] = ()
     """Faults to inject, as `scheduler/faults.py` reads them."""
 

@@ -15,6 +15,7 @@ from octavo.model.step import Runner
 from octavo.scheduler.channel import Channel, ProtocolError
 from octavo.scheduler.engine import Engine
 from octavo.scheduler.faults import FaultyChannel, FaultyRunner, parse_fault
+from octavo.scheduler.log_format import formatter
 from octavo.scheduler.messages import EngineConfig, Fatal, Loading, Ready, Shutdown
 from octavo.scheduler.policy import Scheduler
 
@@ -22,6 +23,7 @@ INTERNAL_ERROR = 70
 
 _PR_SET_PDEATHSIG = 1
 
+_log_handler = logging.StreamHandler()
 _log = logging.getLogger("octavo.scheduler.process")  # not __name__, which is "__main__" here
 
 Load = Callable[[EngineConfig, Callable[[Loading], None]], tuple[Scheduler, Runner, Ready]]
@@ -38,6 +40,7 @@ def serve(channel: Channel, load: Load) -> int:
         config = _receive_config(channel)
         if config is not None:
             logging.getLogger("octavo").setLevel(config.log_level.upper())
+            _log_handler.setFormatter(formatter(config.log_format, "engine"))
             scheduler, runner, ready = load(config, channel.send)
             channel.send(ready)
             if faults := [parse_fault(text) for text in config.fault]:
@@ -77,7 +80,8 @@ def prepare_process() -> None:
 def main() -> int:
     """Run the engine that the server has spawned; return the exit code."""
     prepare_process()
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s engine: %(message)s", datefmt="%m-%d %H:%M:%S")
+    _log_handler.setFormatter(formatter("text", "engine"))
+    logging.basicConfig(handlers=[_log_handler])
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     # Imported late: with it comes torch, which takes seconds. Until then the process should be tied to its parent, and
     # engines that need no torch use the rest of this module.

@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
+from octavo.server.life import Origin
 from octavo.server.messages_api import add_messages_routes
 from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import document
@@ -132,7 +133,7 @@ class Service:
                 raise invalid(name, f"'{name}' cannot be combined with '{constraint.param}'.")
         return await self.grammars.compile(constraint)
 
-    def start(self, request: SamplingFields, prepared: Prepared, grammar: str | None) -> list[Choice]:
+    def start(self, request: SamplingFields, prepared: Prepared, grammar: str | None, origin: Origin) -> list[Choice]:
         """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
         generations = len(prepared.prompts) * prepared.choices
         self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
@@ -151,6 +152,9 @@ class Service:
                         continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
                     generation = self.client.submit(prompt, params, limit, prepared.salt, grammar)
+                    number = f"/{len(choices)}" if generations > 1 else ""
+                    own = replace(origin, identity=origin.identity + number)
+                    self.client.metrics.originates(generation.request, own)
                     show_stop_ids = bool(request.include_stop_str_in_output)
                     choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop_ids))
         except EngineError:
@@ -227,7 +231,8 @@ async def _answer(
     service: Service, request: Request, body: SamplingFields, prepared: Prepared, writer: Writer
 ) -> Response:
     """Run the choices and answer, whole or as a stream. Nothing is left running when the client has gone."""
-    choices = service.start(body, prepared, await service.grammar(body))
+    origin = Origin.of(request, "chat" if isinstance(body, ChatRequest) else "text_completion", body.model)
+    choices = service.start(body, prepared, await service.grammar(body), origin)
     headers = {"x-octavo-seed": str(prepared.seed)}
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage is True
@@ -299,6 +304,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         identity = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = identity
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -141,7 +141,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     from octavo.server import lifecycle, logs  # noqa: PLC0415
 
-    logs.configure(settings.server.log_level)
+    logs.configure(settings.server.log_level, settings.server.log_format)
+    lifecycle.check_certificate(settings.server)
     with lifecycle.bind(settings.server.host, settings.server.port) as listener:
         given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
         _log.info("octavo %s%s", __version__, f" with {given}" if given else "")

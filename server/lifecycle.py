@@ -6,8 +6,9 @@ import logging
 import math
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,16 +21,19 @@ from octavo.server.app import Service
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
 from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
-from octavo.server.logs import INTERVAL_SECONDS, ActivityLog
+from octavo.server.logs import INTERVAL_SECONDS, ActivityLog, log_request
 from octavo.server.metrics import Metrics
 from octavo.server.page import Page
 from octavo.server.prepare import GenerationOptions
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
-from octavo.server.settings import ServerSettings, Settings
+from octavo.server.settings import ServerSettings, Settings, SettingsError
 from octavo.server.template import load_template
 from octavo.server.tokenizer import load_tokenizer
 from octavo.server.wire import BoundedProtocol
+
+if TYPE_CHECKING:
+    from octavo.server.tracing import Tracing
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
@@ -71,6 +75,21 @@ def _bind_error(host: str, port: int, error: OSError) -> BindError:
     return BindError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --host and --port")
 
 
+def check_certificate(settings: ServerSettings) -> None:
+    """Raise SettingsError for a certificate without its key, or files that are something else."""
+    if settings.ssl_certfile is None and settings.ssl_keyfile is None:
+        return
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        missing = "--ssl-keyfile" if settings.ssl_keyfile is None else "--ssl-certfile"
+        raise SettingsError(f"{missing} is missing: HTTPS needs a certificate and its private key")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:
+        raise SettingsError(
+            f"--ssl-certfile, --ssl-keyfile: not a certificate and its private key: {error.strerror or error}"
+        ) from None
+
+
 class Daemon:
     """Listens, runs the engine and serves HTTP until a signal or the end of the engine.
 
@@ -93,6 +112,8 @@ class Daemon:
         server = settings.server
         rules = AccessRules(server.api_key + server.api_key_file, server.metrics_open, server.metrics_key)
         self._metrics = Metrics(model=server.served_model_name[0])
+        self._metrics.observers.append(log_request)
+        self._tracing = _start_tracing(server.otlp_traces_endpoint, self._metrics)
         self._entrance = Entrance(self._metrics, rules, server.cors_origin)
         self._main: asyncio.Task[Any] | None = None
         self._serving = False
@@ -122,6 +143,9 @@ class Daemon:
                     await client.close()
         except asyncio.CancelledError:
             _log.warning("ended at once by a signal")
+        finally:
+            if self._tracing is not None:
+                self._tracing.close()
         return 0
 
     def _on_signal(self) -> None:
@@ -195,7 +219,8 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self._listener = listener
         host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if config.ssl_certfile else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def listen(self) -> None:
         """Begin to answer. Raises OSError where another process listens on the same address."""
@@ -230,6 +255,8 @@ def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         http=BoundedProtocol,
         ws="none",
         server_header=False,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         # A client that does not read what it is sent must not keep the server from ending.
         timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + 1,
@@ -255,6 +282,21 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
             server.max_tokens_policy, choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
         ),
     )
+
+
+def _start_tracing(endpoint: str | None, metrics: Metrics) -> "Tracing | None":
+    """Export traces of every request from now on. Raises SettingsError where OpenTelemetry is not installed."""
+    if endpoint is None:
+        return None
+    try:
+        from octavo.server.tracing import Tracing  # noqa: PLC0415 - an extra, which takes long to import
+    except ImportError:
+        raise SettingsError(
+            "--otlp-traces-endpoint: OpenTelemetry is not installed; run pip install 'octavo[otel]'"
+        ) from None
+    tracing = Tracing.to(endpoint)
+    metrics.observers.append(tracing.hear)
+    return tracing
 
 
 async def _log_activity(client: EngineClient) -> None:

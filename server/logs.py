@@ -4,7 +4,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
+from octavo.scheduler.log_format import formatter
+from octavo.server.life import Life
 from octavo.server.metrics import Metrics
 
 INTERVAL_SECONDS = 10.0
@@ -12,10 +15,13 @@ INTERVAL_SECONDS = 10.0
 _QUIET_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health/startup", "/metrics"})
 
 
-def configure(level: str) -> None:
+_log = logging.getLogger(__name__)
+
+
+def configure(level: str, log_format: str = "text") -> None:
     """Log Octavo's own messages from this level on, and warnings of everything else."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%m-%d %H:%M:%S"))
+    handler.setFormatter(formatter(log_format, "server"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("octavo").setLevel(level.upper())
     access = logging.getLogger("uvicorn.access")
@@ -32,6 +38,33 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     if not isinstance(arguments, tuple) or len(arguments) < 3:
         return True
     return str(arguments[2]).partition("?")[0] not in _QUIET_ROUTES
+
+
+def log_request(life: Life) -> None:
+    """Log the end of a request to the engine. Neither its prompt nor its answer is logged."""
+    if life.origin is None:
+        return
+    fields: dict[str, Any] = {
+        "request_id": life.origin.identity,
+        "operation": life.origin.operation,
+        "model": life.origin.model,
+        "finish_reason": life.finish,
+        "prompt_tokens": life.prompt_tokens,
+        "cached_tokens": life.cached_tokens,
+        "generated_tokens": life.tokens,
+        "queue_seconds": _seconds(life, life.admitted),
+        "first_token_seconds": _seconds(life, life.first_token),
+        "seconds": _seconds(life, life.ended),
+    }
+    text = (
+        "request {request_id}: {finish_reason}, {prompt_tokens} prompt tokens, {cached_tokens} of them cached, "
+        "{generated_tokens} generated; queue {queue_seconds} s, first token {first_token_seconds} s, all {seconds} s"
+    )
+    _log.info("%s", text.format_map(fields), extra={"fields": fields})
+
+
+def _seconds(life: Life, moment: float | None) -> float | None:
+    return None if moment is None else round(moment - life.submitted, 4)
 
 
 class ActivityLog:

@@ -6,7 +6,6 @@ series exists from the start, at 0. At any time: started = running + waiting + t
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,6 +24,7 @@ from octavo.server.histogram import (
     TOKEN_SECONDS,
     Histogram,
 )
+from octavo.server.life import Life, Origin
 from octavo.server.memory import MemoryAccounts
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -35,32 +35,20 @@ STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
 """Of HTTP responses; whatever else there may be is counted as "other"."""
 
 
-@dataclass(slots=True)
-class _Clock:
-    """When what happened to a request, in seconds of the monotonic clock."""
-
-    submitted: float
-    prompt_tokens: int
-    queued_tokens: int
-    """Its prompt's tokens while it waits for its first admission; 0 from then on."""
-    admitted: float = 0.0
-    first_token: float | None = None
-    last_token: float = 0.0
-    tokens: int = 0
-
-
 class Metrics(Collector):
     """Everything the server counts. Used by one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, model: str = "") -> None:
         self._clock = clock
         self._model = model
-        self._live: dict[int, _Clock] = {}
+        self._live: dict[int, Life] = {}
         self._ready: Ready | None = None
         self._memory = MemoryAccounts()
         self._engine_up = False
         self._last_step_timestamp = 0.0
         self._heartbeat = 0.0
+        self.observers: list[Callable[[Life], None]] = []
+        """Told of each request that has ended."""
         self.stats = EngineStats()
         self._past = EngineStats()
         """The totals of engines that are gone, so that no counter ever falls."""
@@ -147,7 +135,11 @@ class Metrics(Collector):
         self.queued_tokens += prompt_tokens
         if not self._live:
             self._heartbeat = self._clock()
-        self._live[request] = _Clock(self._clock(), prompt_tokens, queued_tokens=prompt_tokens)
+        self._live[request] = Life(self._clock(), prompt_tokens, queued_tokens=prompt_tokens)
+
+    def originates(self, request: int, origin: Origin) -> None:
+        """Note where a request that was just submitted came from."""
+        self._live[request].origin = origin
 
     def rejected(self, reason: str) -> None:
         """A request was refused for lack of room; the reason is one of REJECTIONS."""
@@ -196,46 +188,50 @@ class Metrics(Collector):
         yield from self._memory_metrics()
 
     def _event(self, event: TokenEvent, now: float) -> None:
-        clock = self._live.get(event.request)
-        if clock is None:
+        life = self._live.get(event.request)
+        if life is None:
             return
         if event.first:
-            self._leave_queue(clock)
+            self._leave_queue(life)
             self.cached_tokens += event.cached_tokens
+            life.cached_tokens = event.cached_tokens
             self._queue.observe(event.queue_seconds)
-            clock.admitted = clock.submitted + event.queue_seconds
+            life.admitted = life.submitted + event.queue_seconds
         if event.token is not None:
             self.generated_tokens += 1
-            clock.tokens += 1
-            if clock.first_token is None:
-                clock.first_token = now
-                self._first_token.observe(now - clock.submitted)
-                self._prefill.observe(now - clock.admitted)
+            life.tokens += 1
+            if life.first_token is None:
+                life.first_token = now
+                self._first_token.observe(now - life.submitted)
+                self._prefill.observe(now - (life.admitted or life.submitted))
             else:
-                self._between_tokens.observe(now - clock.last_token)
-            clock.last_token = now
+                self._between_tokens.observe(now - life.last_token)
+            life.last_token = now
         if event.finish is not None:
             self._finish(event.request, event.finish, now)
 
     def _finish(self, request: int, reason: FinishReason, now: float) -> None:
-        clock = self._live.pop(request)
-        self._leave_queue(clock)
+        life = self._live.pop(request)
+        self._leave_queue(life)
+        life.finish, life.ended = reason, now
         self.finished[reason] += 1
-        self._whole_request.observe(now - clock.submitted)
-        self._prompt_length.observe(clock.prompt_tokens)
-        self._generated_length.observe(clock.tokens)
-        if clock.first_token is not None:
-            self._decode.observe(clock.last_token - clock.first_token)
-            if clock.tokens > 1:
-                self._per_token.observe((clock.last_token - clock.first_token) / (clock.tokens - 1))
+        self._whole_request.observe(now - life.submitted)
+        self._prompt_length.observe(life.prompt_tokens)
+        self._generated_length.observe(life.tokens)
+        if life.first_token is not None:
+            self._decode.observe(life.last_token - life.first_token)
+            if life.tokens > 1:
+                self._per_token.observe((life.last_token - life.first_token) / (life.tokens - 1))
+        for hear in self.observers:
+            hear(life)
 
     def _total(self, name: str) -> int:
         """A total over all engines there have been."""
         return int(getattr(self._past, name) + getattr(self.stats, name))
 
-    def _leave_queue(self, clock: _Clock) -> None:
-        self.queued_tokens -= clock.queued_tokens
-        clock.queued_tokens = 0
+    def _leave_queue(self, life: Life) -> None:
+        self.queued_tokens -= life.queued_tokens
+        life.queued_tokens = 0
 
     def _request_metrics(self) -> Iterator[Metric]:
         yield _gauge("requests_running", "Requests being computed.", self.running)

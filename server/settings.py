@@ -15,7 +15,20 @@ import msgspec
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.setting import ENVIRONMENT_PREFIX, Setting
-from octavo.server.values import boolean, count, existing_file, fault, keys_of, origin, port, seconds, share, size, word
+from octavo.server.values import (
+    boolean,
+    count,
+    existing_file,
+    fault,
+    keys_of,
+    origin,
+    port,
+    seconds,
+    share,
+    size,
+    url,
+    word,
+)
 
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
 """Read by the kernels themselves, when they are compiled at first use."""
@@ -142,6 +155,8 @@ SETTINGS = (
         "How long running requests may go on after SIGTERM or Ctrl-C. A second signal ends them at once.",
         "SECONDS",
     ),
+    Setting("ssl_certfile", HTTP, existing_file, None, "Serve HTTPS with this certificate chain.", "FILE"),
+    Setting("ssl_keyfile", HTTP, existing_file, None, "The private key of that certificate.", "FILE"),
     Setting(
         "stall_timeout",
         HTTP,
@@ -157,6 +172,15 @@ SETTINGS = (
         "info",
         "Least severe messages to log.",
         choices=("debug", "info", "warning", "error"),
+    ),
+    Setting("log_format", HTTP, word, "text", "Lines for people, or a JSON object each.", choices=("text", "json")),
+    Setting(
+        "otlp_traces_endpoint",
+        HTTP,
+        url,
+        None,
+        "Send OpenTelemetry traces of requests there, with OTLP over HTTP. Needs the extra octavo[otel].",
+        "URL",
     ),
     Setting(
         "device",
@@ -255,7 +279,11 @@ class ServerSettings:
     page: bool
     shutdown_timeout: float
     stall_timeout: float
+    ssl_certfile: Path | None
+    ssl_keyfile: Path | None
     log_level: str
+    log_format: str
+    otlp_traces_endpoint: str | None
     enable_faults: bool
 
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from octavo.server.choice import Choice, Delta
 from octavo.server.errors import APIError
+from octavo.server.life import Origin
 from octavo.server.prepare import Prepared, prepare_chat
 from octavo.server.protocol import ChatRequest, Message, SamplingFields
 from octavo.server.stream import EventStream, Framing, answer_whole
@@ -61,7 +62,8 @@ async def answer_chat(
     service.admit(1)
     prepared = await prepare_chat(chat, service.tokenizer, service.template, service.client.ready, service.options)
     told = teller(prepared)
-    choices = service.start(chat, prepared, await service.grammar(chat))
+    origin = Origin.of(request, "chat", chat.model)
+    choices = service.start(chat, prepared, await service.grammar(chat), origin)
     headers = {"x-octavo-seed": str(prepared.seed)}
     if chat.stream:
         return EventStream(told.events(choices[0]), choices, headers, told.framing)

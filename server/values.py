@@ -91,6 +91,13 @@ def keys_of(text: str) -> tuple[str, ...]:
     return keys
 
 
+def url(text: str) -> str:
+    """Parse the address of a service that speaks HTTP."""
+    if re.fullmatch(r"https?://[^/\s]+(/\S*)?", text) is None:
+        raise ValueError("give an address such as http://localhost:4318/v1/traces")
+    return text
+
+
 def origin(text: str) -> str:
     """Parse an origin as browsers send it: scheme, host and port, nothing else; or * for all."""
     if text != "*" and re.fullmatch(r"https?://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d+)?", text) is None:

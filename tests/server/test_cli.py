@@ -1,4 +1,3 @@
-import os
 import re
 import socket
 import subprocess
@@ -6,25 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.octavo_command import octavo, only_error
 
 from octavo.server import __version__
 from octavo.server.cli import main
 from octavo.server.logs import is_worth_a_line
 from octavo.server.settings import SETTINGS
-
-
-def octavo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    command = [sys.executable, "-W", "error", "-m", "octavo.server.cli", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=clean | {"COLUMNS": "200"} | environment
-    )
-
-
-def only_error(result: subprocess.CompletedProcess[str]) -> str:
-    """The last line on stderr, of a command that failed without a traceback."""
-    assert "Traceback" not in result.stderr
-    return result.stderr.splitlines()[-1]
 
 
 def test_help_lists_every_flag_variable_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

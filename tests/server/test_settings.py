@@ -28,6 +28,8 @@ GIVEN = {
     "stall_timeout": ("45", 45.0),
     "log_level": ("debug", "debug"),
     "tool_call_parser": ("mistral", "mistral"),
+    "log_format": ("json", "json"),
+    "otlp_traces_endpoint": ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
     "device": ("cpu", "cpu"),
     "max_num_seqs": ("3", 3),
     "max_num_batched_tokens": ("1k", 1024),
@@ -60,6 +62,8 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     assert len(names) == len(SETTINGS) <= 56
     assert names == set(GIVEN) | {
         "chat_template",
+        "ssl_certfile",
+        "ssl_keyfile",
         "prefix_caching",
         "api_key_file",
         "metrics_open",
@@ -91,7 +95,11 @@ def test_defaults_agree_with_the_engines_own() -> None:
         page=True,
         shutdown_timeout=30.0,
         stall_timeout=300.0,
+        ssl_certfile=None,
+        ssl_keyfile=None,
         log_level="info",
+        log_format="text",
+        otlp_traces_endpoint=None,
         enable_faults=False,
     )
     assert not settings([]).changed

@@ -86,7 +86,7 @@ def running(*arguments: str, step_seconds: float = 0.0, until: str = "serving on
             for line in process.stderr:
                 daemon.log.append(line)
                 if until in line:
-                    daemon.url = re.search(r"http://[^\s;]+", line)[0]
+                    daemon.url = re.search(r"https?://[^\s;\"]+", line)[0]
                     break
             reader = threading.Thread(target=lambda: daemon.log.extend(process.stderr), daemon=True)
             reader.start()

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     add_arguments(parser)
     parsed = parser.parse_args()
     settings = resolve(vars(parsed), {})
-    logs.configure(settings.server.log_level)
+    logs.configure(settings.server.log_level, settings.server.log_format)
     logging.captureWarnings(True)
     command = [
         sys.executable,
