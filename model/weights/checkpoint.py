@@ -21,7 +21,9 @@ from octavo.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
 __all__ = ["Checkpoint", "Destination", "RandomCheckpoint", "load_weights", "open_checkpoint", "tensor_shapes"]
 
 SLICE_BYTES = 32 << 20
-"""Upper bound of what is read at once, counted as float32: all that loading holds beside the model."""
+"""Upper bound of what is read at once, counted as float32. Loading holds a few such slices beside the model."""
+SLICES = 32
+"""A small model is read in no fewer slices than this, so that these stay a small part of it."""
 
 
 class Checkpoint(Protocol):
@@ -111,12 +113,13 @@ def load_weights(
     check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
     total = sum(destination.shape[0] * _row_bytes(destination, itemsize) for destination in destinations.values())
+    slice_bytes = min(SLICE_BYTES, total // SLICES)
     done, digest = 0, hashlib.sha256()
     with ThreadPoolExecutor(1) as hashing:
         hashed: Future[None] = hashing.submit(digest.update, b"")
         for name, destination in destinations.items():
             rows, row_size = destination.shape[0], math.prod(destination.shape[1:])
-            step = max(1, SLICE_BYTES // (4 * row_size))
+            step = max(1, slice_bytes // (4 * row_size))
             for first_row in range(0, rows, step):
                 count = min(step, rows - first_row)
                 source, widen = source_of(name, tied=tied), not destination.quantised
