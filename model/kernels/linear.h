@@ -63,24 +63,26 @@ struct LinearCall {
 };
 
 // Add the bias to sums [rows][64] of one panel, round, and write them to out.
-template <class T>
-static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t panel, float* sums) {
+template <class T, class Out>
+static void store_as(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
     const int64_t column = panel * panel_width, left = call.linear.out_features - column;
     const int64_t columns = left < panel_width ? left : panel_width;
+    const T* bias = static_cast<const T*>(call.linear.bias);
     for (int64_t r = 0; r < rows; r++, sums += panel_width) {
-        if (call.linear.bias != nullptr) {
-            const T* bias = static_cast<const T*>(call.linear.bias) + column;
-            for (int64_t n = 0; n < columns; n++) sums[n] += to_float(bias[n]);
-        }
-        const int64_t offset = (first_row + r) * call.out_stride + column;
-        if (call.out_is_float) {
-            std::memcpy(static_cast<float*>(call.out) + offset, sums, columns * sizeof(float));
+        Out* out = static_cast<Out*>(call.out) + (first_row + r) * call.out_stride + column;
+        if (columns == panel_width && bias == nullptr) {
+            for (int64_t n = 0; n < panel_width; n += lane_count) store_lanes(out + n, load_lanes(sums + n));
         } else {
-            T rounded[panel_width];
-            for (int64_t n = 0; n < panel_width; n++) rounded[n] = from_float<T>(sums[n]);
-            std::memcpy(static_cast<T*>(call.out) + offset, rounded, columns * sizeof(T));
+            for (int64_t n = 0; n < columns; n++)
+                out[n] = from_float<Out>(bias == nullptr ? sums[n] : sums[n] + to_float(bias[column + n]));
         }
     }
+}
+
+template <class T>
+static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
+    if (call.out_is_float) return store_as<T, float>(call, first_row, rows, panel, sums);
+    store_as<T, T>(call, first_row, rows, panel, sums);
 }
 
 constexpr int64_t piece_rows = 64;

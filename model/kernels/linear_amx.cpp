@@ -105,19 +105,23 @@ void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
 }
 
 // sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns. There are
-// enough products here to fetch the same place of the next panel from memory meanwhile.
-template <class Weights>
+// enough products here to fetch the same place of the next panel from memory meanwhile, which the first rows do.
+template <bool fetch, class Weights>
 void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums) {
-    constexpr bool fetches = __is_same(Weights, Numbers);
     const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     auto add = [&](const bf16* x, int64_t stride, const char* w) {
-        for (int64_t row = 0; fetches && row < tile_rows; row++) {
-            _mm_prefetch(w + panel_bytes + row * panel_row_bytes, _MM_HINT_T1);
-            _mm_prefetch(w + panel_bytes + row * panel_row_bytes + 64, _MM_HINT_T1);
+        if constexpr (fetch) {
+            const char* next = w + panel_bytes;
+            asm("" : "+r"(next));  // or GCC keeps 32 sums of offsets, in registers that it does not have
+#pragma GCC unroll 16
+            for (int64_t row = 0; row < tile_rows; row++) {
+                _mm_prefetch(next + row * panel_row_bytes, _MM_HINT_T1);
+                _mm_prefetch(next + row * panel_row_bytes + 64, _MM_HINT_T1);
+            }
         }
         _tile_loadd(4, x, stride * 2);
         _tile_loadd(6, w, panel_row_bytes);
@@ -145,20 +149,24 @@ const bf16* compute(const LinearCall<bf16>& call, int64_t first_row, int64_t row
     {
         const TiledRows tiled(call, first_row, rows);
         const TileConfiguration configuration(rows);
-        auto sum = [&](const auto& low, const auto& high) {
+        auto sum = [&](const auto& low, const auto& high, auto fetch) {
             if (rows <= tile_rows) return sum_low(tiled, low, sums);
-            sum_high(tiled, high, 0, sums);
-            sum_high(tiled, high, panel_width / 2, sums);
+            sum_high<fetch.number != 0>(tiled, high, 0, sums);
+            sum_high<fetch.number != 0>(tiled, high, panel_width / 2, sums);
         };
         if (w != nullptr) {
-            sum(Numbers{w}, Numbers{w});
+            const Numbers numbers{w};
+            if (first_row == 0)
+                sum(numbers, numbers, Constant<1>());
+            else
+                sum(numbers, numbers, Constant<0>());
         } else {
             const bool alone = call.rows <= 2 * tile_rows;
             bf16* blocks = alone ? two_blocks : call.expanded();
             const int64_t mask = alone ? 1 : -1;
             const char* packed = call.quantised_panel(panel);
             sum(Expanding<panel_width>{call.linear.kind, packed, blocks, mask},
-                Expanding<panel_width / 2>{call.linear.kind, packed, blocks, mask});
+                Expanding<panel_width / 2>{call.linear.kind, packed, blocks, mask}, Constant<0>());
             w = alone ? nullptr : blocks;
         }
     }
