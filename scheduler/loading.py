@@ -5,26 +5,39 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from octavo.kvcache.ledger import BUCKETS, MemoryLedger, MemoryPlan
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
+from octavo.model.attention.flashinfer import float_workspace
 from octavo.model.config import ModelConfig
-from octavo.model.kernels import Kernels
+from octavo.model.device import CPU, choose_device
+from octavo.model.flashinfer_library import flashinfer_problem
 from octavo.model.kernels.cores import available_cores
-from octavo.model.kernels.load import load_kernels
 from octavo.model.matrices import kept_quantised
-from octavo.model.memory import Formats, kv_layout
+from octavo.model.memory import kv_layout
+from octavo.model.placement import Placement, place_on_cpu, place_on_gpu
+from octavo.model.roofline import Device
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
+from octavo.model.warmup import warm_up
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
+from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
-from octavo.scheduler.planning import CPU_RUNTIME, HOST, Machine, plan_engine, runner_limits
+from octavo.scheduler.planning import (
+    CPU_RUNTIME,
+    GPU_RUNTIME,
+    HOST,
+    Machine,
+    plan_engine,
+    plan_without_pool,
+    runner_limits,
+)
 from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
@@ -32,19 +45,12 @@ from octavo.scheduler.sizing import ConfigurationError, available_memory, memory
 _log = logging.getLogger(__name__)
 
 
-class DeviceError(Exception):
-    """The device cannot be used."""
-
-    exit_code = 69
-
-
 @dataclass(frozen=True, slots=True)
 class _Engine:
     """What the limits and the memory plan follow from, and these two."""
 
     config: ModelConfig
-    kernels: Kernels
-    dtype: torch.dtype
+    placement: Placement
     limits: Limits
     plan: MemoryPlan
 
@@ -57,16 +63,20 @@ def load(
     Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
     """
     started = time.monotonic()
-    checkpoint, dtype, kernels = choose(config)
-    engine = _plan(config, checkpoint.config, dtype, kernels)
+    checkpoint, chosen = choose(config)
+    kernels = chosen.kernels
     if checkpoint.config.quantised and not kernels.panels:
-        _log.warning("the quantised weights are widened to %s: the kernels of torch cannot use them as they are", dtype)
+        _log.warning("the quantised weights are widened to %s: these kernels cannot use them as they are", chosen.dtype)
+    engine = _plan(config, checkpoint.config, chosen)
     ledger = MemoryLedger(engine.plan)
-    limits = runner_limits(engine.limits, engine.plan.blocks)
-    runner = build_runner(checkpoint, engine.kernels, dtype, limits, ledger, _progress(report))
+    limits, gpu = runner_limits(engine.limits, engine.plan.blocks), engine.placement.gpu(eager=config.enforce_eager)
+    runner = build_runner(checkpoint, kernels, chosen.dtype, limits, ledger, _progress(report), gpu)
+    if gpu is not None:
+        report(Loading(phase="running every operation once", progress=1.0))
+        warm_up(runner)
     report(Loading(phase="checking batch invariance", progress=1.0))
     invariance = check_batch_invariance(runner.model)
-    if engine.kernels.name != "torch":
+    if kernels.name != "torch":
         # The kernels have threads of their own. What is left to torch is one row of logits at a time, too little to be
         # worth its threads, whose barriers spin and so take time from whoever else computes.
         torch.set_num_threads(1)
@@ -75,13 +85,19 @@ def load(
     return scheduler, runner, _describe(engine, ledger, runner.weights_digest, invariance, time.monotonic() - started)
 
 
-def choose(config: EngineConfig) -> tuple[Checkpoint, torch.dtype, Kernels]:
-    """Decide what to load, in which type and with which kernels. Allocates nothing; raises what `load` does."""
-    check_device(config.device)
+def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
+    """Decide what to load, where, in which type and with which kernels. Allocates nothing; raises what `load` does."""
+    device = choose_device(config.device, flashinfer_problem)
     widen = config.dtype != "auto"
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=widen)
-    dtype = choose_dtype(config.dtype)
-    return checkpoint, dtype, _choose_kernels(dtype)
+    dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
+    wanted = Workspaces(config.attention_prefill, config.attention_decode)
+    try:
+        if device == CPU:
+            return checkpoint, place_on_cpu(dtype, wanted)
+        return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted)
+    except (ValueError, PermissionError) as error:  # an option, OCTAVO_KERNELS or OCTAVO_CACHE_DIR
+        raise ConfigurationError(str(error)) from error
 
 
 def _progress(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
@@ -99,33 +115,24 @@ def _progress(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
     return progress
 
 
-def check_device(device: str) -> None:
-    """Raise DeviceError for a device that this version or this machine does not have."""
-    if device == "cuda":
-        problem = "this version computes on the CPU only" if torch.cuda.is_available() else "there is no usable GPU"
-        raise DeviceError(f"--device cuda: {problem}; use --device cpu")
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """Return the dtype of weights, activations and cache on a CPU. Raises ConfigurationError."""
-    dtypes = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+def choose_dtype(name: str, *, on_gpu: bool = False) -> torch.dtype:
+    """Return the dtype of weights, activations and cache. Raises ConfigurationError."""
+    other = {"float16": torch.float16} if on_gpu else {"float32": torch.float32}
+    dtypes = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, **other}
     if name not in dtypes:
-        raise ConfigurationError(f"--dtype {name} is not for the CPU; use bfloat16 or float32")
+        where = "a GPU" if on_gpu else "the CPU"
+        raise ConfigurationError(f"--dtype {name} is not for {where}; use bfloat16 or {next(iter(other))}")
     return dtypes[name]
 
 
-def _choose_kernels(dtype: torch.dtype) -> Kernels:
-    try:
-        return load_kernels(dtype)
-    except (ValueError, PermissionError) as error:  # OCTAVO_KERNELS or OCTAVO_CACHE_DIR
-        raise ConfigurationError(str(error)) from error
-
-
-def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> _Engine:
+def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _Engine:
     """Decide the limits and the size of the pool, before anything large is allocated."""
-    machine = Machine(capacity=memory_capacity(), cores=available_cores())
-    formats = Formats.of(dtype.itemsize, panels=kernels.panels, threads=kernels.threads)
-    plan = plan_engine(config, model, formats, machine)
+    machine, available = _machine(placement)
+    if placement.workspaces is not None:
+        limits = plan_without_pool(config, model, placement.formats, machine).limits
+        needed = float_workspace(model, runner_limits(limits, 0), placement.dtype, placement.device)
+        placement = replace(placement, workspaces=replace(placement.workspaces, float_bytes=needed))
+    plan = plan_engine(config, model, placement.formats, machine)
     wanted = config.max_model_len or model.max_context
     if plan.limits.max_model_len != wanted:
         _log.warning(
@@ -133,19 +140,45 @@ def _plan(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kernels:
             wanted,
             plan.limits.max_model_len,
         )
-    if plan.memory.total > (available := available_memory()):
-        _log.warning(
-            "%d bytes are planned, but the system can give only %d now: make room, or lower --memory or --kv-blocks",
-            plan.memory.total,
-            available,
+    if plan.memory.total > available:
+        source = "the GPU" if placement.on_gpu else "the system"
+        shortage = (
+            f"{plan.memory.total} bytes are planned, but {source} can give only {available} now: "
+            "make room, or lower --memory or --kv-blocks"
         )
-    return _Engine(model, kernels, dtype, plan.limits, plan.memory)
+        if placement.on_gpu:  # whose memory is not paged out
+            raise ConfigurationError(shortage)
+        _log.warning("%s", shortage)
+    return _Engine(model, placement, plan.limits, plan.memory)
+
+
+def _machine(placement: Placement) -> tuple[Machine, int]:
+    """What there is to plan with, and the bytes that could be had at this moment."""
+    if not placement.on_gpu:
+        return Machine(memory_capacity(), available_cores()), available_memory()
+    free, total = torch.cuda.mem_get_info(placement.device)
+    return Machine(total - GPU_RUNTIME, available_cores(), on_gpu=True), free
+
+
+def gpu_memory(placement: Placement) -> Device | None:
+    """The device that was chosen as `octavo plan` knows devices, without bounds of its speed; None for a CPU."""
+    if not placement.on_gpu:
+        return None
+    return Device(torch.cuda.get_device_name(placement.device), torch.cuda.mem_get_info(placement.device)[1])
+
+
+def _runtime(engine: _Engine) -> MemoryLine:
+    """What lies beside the buckets: on a GPU as measured, once steps are captured."""
+    if not engine.placement.on_gpu:
+        return MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0)
+    free, total = torch.cuda.mem_get_info(engine.placement.device)
+    return MemoryLine(bucket="runtime", planned=GPU_RUNTIME, allocated=max(0, total - free - engine.plan.total))
 
 
 def _describe(
     engine: _Engine, ledger: MemoryLedger, weights_digest: str, invariance: tuple[bool, str], load_seconds: float
 ) -> Ready:
-    model, limits = engine.config, engine.limits
+    model, limits, placement = engine.config, engine.limits, engine.placement
     return Ready(
         architecture=model.architecture,
         parameters=sum(map(math.prod, tensor_shapes(model).values())),
@@ -155,20 +188,20 @@ def _describe(
         max_num_batched_tokens=limits.max_tokens,
         block_size=limits.block_size,
         blocks=engine.plan.blocks,
-        kv_bytes_per_token=kv_layout(model, limits.block_size, engine.dtype.itemsize).token_bytes,
+        kv_bytes_per_token=kv_layout(model, limits.block_size, placement.dtype.itemsize).token_bytes,
         eos_ids=model.eos_ids,
-        device="cpu",
-        dtype=str(engine.dtype).removeprefix("torch."),
-        quantised=tuple(sorted(set(kept_quantised(model, panels=engine.kernels.panels).values()))),
+        device=str(placement.device),
+        dtype=str(placement.dtype).removeprefix("torch."),
+        quantised=tuple(sorted(set(kept_quantised(model, panels=placement.kernels.panels).values()))),
         weights_digest=weights_digest,
-        kernels=engine.kernels.name,
+        kernels=placement.kernels.name,
         process=os.getpid(),
         memory=(
             *(
                 MemoryLine(bucket=bucket, planned=ledger.planned(bucket), allocated=ledger.allocated(bucket))
                 for bucket in BUCKETS
             ),
-            MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0),
+            _runtime(engine),
             MemoryLine(bucket="host", planned=HOST, allocated=0),
         ),
         memory_budget=engine.plan.budget,

@@ -17,6 +17,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_prefill: Literal["fa2", "fa3"] = "fa2"
+    attention_decode: Literal["fa2", "xqa"] = "fa2"
+    enforce_eager: bool = False
+    """Whether a GPU launches every kernel of a decode step instead of replaying a captured one."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

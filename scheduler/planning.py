@@ -5,6 +5,8 @@ The server and `octavo plan` call the same function, so one tells what the other
 
 from dataclasses import dataclass
 
+import msgspec
+
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.config import ModelConfig
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
@@ -15,6 +17,8 @@ from octavo.scheduler.sizing import memory_budget, resolve_limits, size_pool
 _MIB = 1 << 20
 CPU_RUNTIME = 208 * _MIB
 """What an engine on a CPU holds beside its buckets, predicted: the interpreter, torch, the stacks of its threads."""
+GPU_RUNTIME = 1024 * _MIB
+"""What an engine on a GPU holds there beside its buckets, predicted: the context, libraries and captured steps."""
 HOST = 144 * _MIB
 """What the server's process holds, predicted: the interpreter, the tokenizer, requests and answers."""
 
@@ -39,6 +43,7 @@ class EnginePlan:
 
 def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
     """Decide limits and pool. Raises ConfigurationError where the options, the model and the memory do not agree."""
+    config = _spending(config, machine)
     empty = plan_without_pool(config, model, formats, machine)
     blocks, limits = size_pool(config, empty.limits, empty.memory)
     memory = plan_memory(model, formats, runner_limits(limits, blocks), empty.memory.budget)
@@ -47,9 +52,17 @@ def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, mach
 
 def plan_without_pool(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:
     """The limits as they are asked for, and what is taken before the first block."""
+    config = _spending(config, machine)
     limits = resolve_limits(config, max_context=model.max_context, on_gpu=machine.on_gpu, cores=machine.cores)
     budget = memory_budget(config, machine.capacity)
     return EnginePlan(limits, plan_memory(model, formats, runner_limits(limits, 0), budget))
+
+
+def _spending(config: EngineConfig, machine: Machine) -> EngineConfig:
+    """Spend all of a GPU where nothing else is said: nobody else is to use it."""
+    if not machine.on_gpu or (config.memory, config.gpu_memory_utilization, config.kv_blocks) != (None, None, None):
+        return config
+    return msgspec.structs.replace(config, memory=machine.capacity)
 
 
 def runner_limits(limits: Limits, blocks: int) -> RunnerLimits:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from octavo.model.kernels.cores import available_cores
 from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
+from octavo.model.workspaces import Workspaces
 from octavo.scheduler.planning import Machine
 from octavo.scheduler.sizing import available_memory, memory_capacity
 from octavo.server.plan_report import text
@@ -31,14 +32,14 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
     path = locate(engine.model)
     check_headers(path, engine.load_format)
     # Imported late, as for `octavo serve`: what is wrong up to here is said without waiting for torch.
-    from octavo.scheduler.loading import choose  # noqa: PLC0415
+    from octavo.scheduler.loading import choose, gpu_memory  # noqa: PLC0415
     from octavo.server.template import load_template  # noqa: PLC0415
     from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
 
     tokenizer = load_tokenizer(path)
     template = load_template(server.chat_template, tokenizer)
-    checkpoint, dtype, kernels = choose(engine)
-    name = str(dtype).removeprefix("torch.")
+    checkpoint, placement = choose(engine)
+    name, kernels = str(placement.dtype).removeprefix("torch."), placement.kernels
     question = Question(
         model=checkpoint.config,
         engine=engine,
@@ -46,6 +47,8 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
         dtype=name,
         kv_dtype=name,
         panels=kernels.panels,
+        device=gpu_memory(placement),
+        workspaces=placement.workspaces or Workspaces(),
     )
     answer = forecast(question)
     notes = [f"kernels    {kernels.name}"]

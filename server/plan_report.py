@@ -69,6 +69,8 @@ def text(answer: Forecast) -> Iterator[str]:
     )
     if question.not_served:
         yield f"not served by this version: {', '.join(question.not_served)}; the sizes are predicted"
+    elif question.device is not None:
+        yield "predicted: this version was never measured on a GPU"
     yield ""
     yield _size("weights", memory.weights, "matrices and norms")
     yield _size("cache", memory.cache, f"{memory.blocks:,} blocks of {memory.block_bytes:,} B")

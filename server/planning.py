@@ -5,7 +5,7 @@ is labelled.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import msgspec
@@ -18,13 +18,19 @@ from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import EngineConfig
-from octavo.scheduler.planning import CPU_RUNTIME, EnginePlan, Machine, plan_engine, plan_without_pool, runner_limits
+from octavo.scheduler.planning import (
+    CPU_RUNTIME,
+    GPU_RUNTIME,
+    EnginePlan,
+    Machine,
+    plan_engine,
+    plan_without_pool,
+    runner_limits,
+)
 from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
 MIB = 1 << 20
-GPU_RUNTIME = 600 * MIB
-"""A CUDA context with its libraries: a prediction, as only a running process can measure it."""
 COLLECTIVES_RUNTIME = 256 * MIB
 """NCCL's buffers, likewise."""
 MAX_DEVICES = 64
@@ -49,6 +55,8 @@ class Question:
     users: int | None = None
     """Requests that must fit at one time, each of `context` tokens."""
     context: int | None = None
+    workspaces: Workspaces = field(default_factory=Workspaces)
+    """Of a GPU."""
 
     @property
     def formats(self) -> Formats:
@@ -62,7 +70,7 @@ class Question:
             threads=self.machine.cores,
             ranks=self.devices,
             gate_in_place=self.device is None,
-            workspaces=Workspaces() if self.device else None,
+            workspaces=self.workspaces if self.device else None,
         )
 
     @property
@@ -81,8 +89,7 @@ class Question:
     @property
     def not_served(self) -> tuple[str, ...]:
         """What this version of Octavo can plan but not serve."""
-        found = ["a GPU"] if self.device else []
-        found += ["tensor parallelism"] if self.devices > 1 else []
+        found = ["tensor parallelism"] if self.devices > 1 else []
         found += ["8-bit floats"] if "fp8" in (self.dtype, self.kv_dtype) else []
         found += ["float16 on a CPU"] if self.device is None and "float16" in (self.dtype, self.kv_dtype) else []
         return (*found, *(["a cache of another dtype"] if self._mixed else []))

@@ -190,6 +190,9 @@ SETTINGS = (
         "What computes. auto takes a GPU if this version can use one.",
         choices=("auto", "cpu", "cuda"),
     ),
+    Setting("attention_prefill", ENGINE, word, "fa2", "FlashInfer's path for prompts (GPU).", choices=("fa2", "fa3")),
+    Setting("attention_decode", ENGINE, word, "fa2", "FlashInfer's path for decodes (GPU).", choices=("fa2", "xqa")),
+    Setting("enforce_eager", ENGINE, boolean, False, "Capture no decode steps on a GPU; slower, for finding faults."),
     Setting(
         "max_num_seqs",
         ENGINE,

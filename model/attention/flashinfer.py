@@ -18,7 +18,8 @@ from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
 from octavo.model.device import Fence, pinned, to_device
 from octavo.model.flashinfer_library import load_flashinfer
-from octavo.model.workspaces import INT_WORKSPACE, PREFILL_LENGTHS, XQA_WORKSPACE, Workspaces
+from octavo.model.memory import RunnerLimits
+from octavo.model.workspaces import FLOAT_WORKSPACE, INT_WORKSPACE, PREFILL_LENGTHS, XQA_WORKSPACE, Workspaces
 
 HEAD_DIMS = (64, 128, 256)
 XQA_BLOCK_SIZES = (16, 32, 64, 128)
@@ -265,6 +266,44 @@ class FlashInferAttention:
             out=out,
             kv_layout="NHD",
         )
+
+
+def float_workspace(config: ModelConfig, limits: RunnerLimits, dtype: torch.dtype, device: torch.device) -> int:
+    """Ask FlashInfer what the largest steps need for partial results: bytes, at least FLOAT_WORKSPACE.
+
+    Asked for are steps of one token and of as many tokens as there may be, in few rows and in many, all of full length.
+    """
+    library: Any = load_flashinfer()
+    shapes = {"num_qo_heads": config.heads, "num_kv_heads": config.kv_heads, "page_size": limits.block_size}
+    types = dict.fromkeys(("q_data_type", "kv_data_type", "o_data_type"), dtype)
+    window = {"window_left": -1 if config.sliding_window is None else config.sliding_window - 1}
+    small = torch.zeros(16, dtype=torch.uint8, device=device)
+    decode = library.BatchDecodeWithPagedKVCacheWrapper(small, kv_layout="NHD", use_tensor_cores=True, backend="fa2")
+    prefill = library.BatchPrefillWithPagedKVCacheWrapper(small, kv_layout="NHD", backend="fa2")
+    pages = -(-limits.max_model_len // limits.block_size)
+    last = limits.max_model_len - (pages - 1) * limits.block_size
+    needed = FLOAT_WORKSPACE
+    for rows in (1, 8, limits.max_rows):
+        indptr = pages * torch.arange(rows + 1, dtype=torch.int32)
+        indices, lasts = torch.zeros(rows * pages, dtype=torch.int32), torch.full((rows,), last, dtype=torch.int32)
+        size, _ = decode.workspace_size(
+            indptr=indptr, indices=indices, last_page_len=lasts, head_dim=config.head_dim, **shapes, **types, **window
+        )
+        needed = max(needed, size)
+        for tokens in {2, min(limits.max_tokens // rows, limits.max_model_len)} - {0}:
+            size, _ = prefill.workspace_size(
+                qo_indptr=tokens * torch.arange(rows + 1, dtype=torch.int32),
+                paged_kv_indptr=indptr,
+                paged_kv_indices=indices,
+                paged_kv_last_page_len=lasts,
+                head_dim_qk=config.head_dim,
+                causal=True,
+                **shapes,
+                **types,
+                **window,
+            )
+            needed = max(needed, size)
+    return needed
 
 
 def validate(head_dim: int, block_size: int, dtype: torch.dtype, workspaces: Workspaces) -> None:

@@ -8,9 +8,10 @@ import torch
 from support.checkpoints import tiny_model, write_gguf
 
 from octavo.kvcache.ledger import BUCKETS
+from octavo.model.device import DeviceError
 from octavo.model.step import SamplingParams
 from octavo.model.weights.errors import CheckpointError
-from octavo.scheduler.loading import DeviceError, check_device, choose_dtype, load
+from octavo.scheduler.loading import choose_dtype, load
 from octavo.scheduler.messages import EngineConfig, Loading, Submission
 from octavo.scheduler.sizing import ConfigurationError
 
@@ -100,12 +101,17 @@ def test_a_budget_is_never_exceeded_and_leaves_less_than_a_block_unused(director
     assert ready.memory_budget == 3_000_000
 
 
-def test_what_this_machine_or_version_cannot_do_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="--dtype float16"):
+def test_what_this_machine_or_version_cannot_do_is_refused_in_one_line(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--dtype float16 is not for the CPU"):
         choose_dtype("float16")
+    with pytest.raises(ConfigurationError, match="--dtype float32 is not for a GPU; use bfloat16 or float16"):
+        choose_dtype("float32", on_gpu=True)
+    for option in ({"attention_prefill": "fa3"}, {"attention_decode": "xqa"}):
+        with pytest.raises(ConfigurationError, match="choose kernels of a GPU: use --device cuda"):
+            load(config(directory, **option))
     assert choose_dtype("auto") == torch.bfloat16
-    with pytest.raises(DeviceError, match=r"--device cuda: .*--device cpu") as raised:
-        check_device("cuda")
+    with pytest.raises(DeviceError, match=r"--device cuda: there is no usable GPU .*; or use --device cpu") as raised:
+        load(config(directory, device="cuda"))
     assert raised.value.exit_code == 69
 
 

@@ -1,0 +1,73 @@
+"""Where a model runs and with what: decided before anything is allocated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.model.attention.flashinfer import validate
+from octavo.model.config import ModelConfig
+from octavo.model.device import CPU
+from octavo.model.graphs import CudaCapture, Gpu
+from octavo.model.kernels import Kernels
+from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.kernels.load import load_kernels
+from octavo.model.memory import Formats
+from octavo.model.workspaces import Workspaces
+
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device, a type of number, and the kernels that compute with it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    workspaces: Workspaces | None
+    """None on a CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is one that queues its work."""
+        return self.workspaces is not None
+
+    @property
+    def formats(self) -> Formats:
+        """How it keeps numbers."""
+        size = self.dtype.itemsize
+        return Formats(
+            activations=size,
+            matrices=size,
+            cache=size,
+            panels=self.kernels.panels,
+            threads=self.kernels.threads,
+            gate_in_place=self.kernels.gate_in_place,
+            workspaces=self.workspaces,
+        )
+
+    def gpu(self, *, eager: bool) -> Gpu | None:
+        """How a runner is built for it, if it is a GPU; `eager` captures no steps."""
+        if self.workspaces is None:
+            return None
+        return Gpu(self.device, self.workspaces, None if eager else CudaCapture(self.device))
+
+
+def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces) -> Placement:
+    """Choose the CPU's kernels. Raises ValueError where `workspaces` asks for a GPU's, or like load_kernels."""
+    if workspaces != Workspaces():
+        raise ValueError("--attention-prefill and --attention-decode choose kernels of a GPU: use --device cuda")
+    return Placement(CPU, dtype, load_kernels(dtype), None)
+
+
+def place_on_gpu(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int, workspaces: Workspaces
+) -> Placement:
+    """Check that FlashInfer has kernels for the model. Raises ValueError, or DeviceError without FlashInfer."""
+    validate(config.head_dim, block_size, dtype, workspaces)
+    capability = torch.cuda.get_device_capability(device)
+    if workspaces.prefill == "fa3" and capability != HOPPER:
+        raise ValueError("--attention-prefill fa3 needs a Hopper GPU: use fa2")
+    if workspaces.decode == "xqa" and capability < HOPPER:
+        raise ValueError("--attention-decode xqa needs a Hopper GPU or a newer one: use fa2")
+    return Placement(device, dtype, CudaKernels(dtype, device), workspaces)
