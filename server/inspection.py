@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def add_inspection_routes(app: FastAPI, service: "Service") -> None:
-    """Add /tokenize, /detokenize, the two render routes and /info."""
+    """Add /tokenize, /detokenize, /tokenizer_info, the two render routes and /info."""
     _add_token_routes(app, service)
     _add_render_routes(app, service)
 
@@ -68,6 +68,19 @@ def _add_token_routes(app: FastAPI, service: "Service") -> None:
         if body.tokens:
             check_ids(body.tokens, service.client.ready.vocabulary, "tokens", "tokens")
         return JSONBody({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.get("/tokenizer_info", tags=["tokens"], summary="Special tokens and the chat template")
+    async def tokenizer_info() -> JSONBody:
+        tokenizer = service.tokenizer
+        return JSONBody(
+            {
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "chat_template": tokenizer.chat_template,
+                "vocab_size": tokenizer.vocabulary,
+                "model_max_length": service.client.ready.max_model_len,
+            }
+        )
 
 
 def _tokenize_request(body: bytes) -> TokenizeChat | TokenizeText:

@@ -93,6 +93,13 @@ ANSWERS: Mapping[str, Schema] = {
         token_strs={"type": ["array", "null"], "items": STRING},
     ),
     "/detokenize": _object(prompt=STRING),
+    "/tokenizer_info": _object(
+        bos_token=STRING_OR_NULL,
+        eos_token=STRING_OR_NULL,
+        chat_template=STRING_OR_NULL,
+        vocab_size=INTEGER,
+        model_max_length=INTEGER,
+    ),
     "/v1/models": _object(object={"const": "list"}, data=_list(MODEL)),
     "/v1/models/{name}": MODEL,
     "/version": _object(version=STRING),
