@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.library import Library
 from octavo.model.runner import ModelRunner
 from octavo.model.sampling import Sampler
@@ -136,12 +137,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_bandwidth() -> float:
     """Bytes per second at which all cores together read 512 MiB that no cache holds: the best of three."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(available_cores())  # the engine leaves torch only one
     data = torch.ones(1 << 27, dtype=torch.float32)
     best = 0.0
     for _ in range(3):
         started = time.perf_counter()
         data.sum()
         best = max(best, data.nbytes / (time.perf_counter() - started))
+    torch.set_num_threads(threads)
     return best
 
 
