@@ -15,7 +15,7 @@ from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import memory_budget, resolve_limits, size_pool
 
 _MIB = 1 << 20
-CPU_RUNTIME = 208 * _MIB
+CPU_RUNTIME = 192 * _MIB
 """What an engine on a CPU holds beside its buckets, predicted: the interpreter, torch, the stacks of its threads."""
 GPU_RUNTIME = 1024 * _MIB
 """What an engine on a GPU holds there beside its buckets, predicted: the context, libraries and captured steps."""

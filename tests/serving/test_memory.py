@@ -1,13 +1,16 @@
 """The memory of the whole daemon on the default model, against what was planned before anything was loaded."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.live import Live, live_server
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.cli import main
+from octavo.server.memory import anonymous_bytes
 
 LIMITS = {"max_model_len": 2048, "max_num_seqs": 12, "max_num_batched_tokens": 96}
 
@@ -46,3 +49,27 @@ def test_use_of_the_cache_and_of_the_arena_follows_the_requests(live: Live) -> N
     live.completion(prompt="word " * 200, max_tokens=1)
     assert memory(live, "cache", "peak") >= 200 // 16 * block
     assert peak <= memory(live, "activations", "peak") <= memory(live, "activations", "allocated")
+
+
+def test_the_engine_holds_what_was_planned_from_the_first_minute_and_stays_within_it_under_load(live: Live) -> None:
+    """What is compared: all anonymous memory of the engine's process, with its three buckets and the runtime line."""
+    buckets = sum(memory(live, bucket, "allocated") for bucket in ("weights", "cache", "activations"))
+    plan = buckets + memory(live, "runtime", "planned")
+    process = live.service.client.ready.process
+    held = [anonymous_bytes(process)]
+    requests = [
+        {"prompt": "the cat sat on the mat. " * (1 + 12 * number), "max_tokens": 24, "seed": number, "logprobs": 5,
+         "top_p": 0.9, "repetition_penalty": 1.2, "ignore_eos": True}
+        for number in range(24)
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = [pool.submit(live.completion, **request) for request in requests]
+        while not all(answer.done() for answer in answers):
+            held.append(anonymous_bytes(process))
+            time.sleep(0.02)
+    assert all(answer.result()["choices"][0]["finish_reason"] == "length" for answer in answers)
+    assert buckets < held[0], "every page of the buckets is there before the first request"
+    assert max(held) <= 1.05 * plan
+    assert memory(live, "runtime", "used") >= 0.5 * memory(live, "runtime", "planned"), (
+        "the plan is not merely generous"
+    )
