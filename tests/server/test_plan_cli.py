@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import edit_config, tiny_model, write_gguf
+from support.checkpoints import tiny_model, write_gguf
 from support.runners import cpu_kernels
 
 from octavo.model.roofline import DEVICES
@@ -191,11 +191,55 @@ def test_wrong_input_is_one_line(arguments: list[str], code: int, named: str, ca
 
 
 @pytest.mark.parametrize("command", ["plan", "describe"])
-def test_a_wrong_model_is_exit_code_65(command: str, tmp_path: Path, capsys: Capture) -> None:
-    tiny_model(tmp_path, "llama")
-    for changes, named in (({"num_key_value_heads": 3}, "num_key_value_heads"), ({"hidden_size": 0}, "hidden_size")):
-        edit_config(tmp_path, **changes)
-        capsys.readouterr()
-        code, line = error_of(capsys, command, str(tmp_path))
-        assert code == 65
-        assert named in line
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 0),
+        ("hidden_size", 0),
+        ("hidden_size", 10**30),
+        ("hidden_size", "64"),
+        ("hidden_size", None),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 10**13),
+        ("vocab_size", None),
+        ("intermediate_size", 96.5),
+        ("intermediate_size", None),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", -1),
+        ("rope_theta", 0),
+        ("dtype", "int9"),
+        ("num_local_experts", 8),
+        ("architectures", ["MixtralForCausalLM"]),
+    ],
+)
+def test_a_wrong_model_is_one_line_and_exit_code_65(
+    command: str, field: str, value: object, tmp_path: Path, capsys: Capture
+) -> None:
+    """None leaves the field out."""
+    shapes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16",
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shapes))
+    assert main([command, str(file)]) == 0
+    capsys.readouterr()
+    file.write_text(json.dumps({name: found for name, found in {**shapes, field: value}.items() if found is not None}))
+    code, line = error_of(capsys, command, str(file))
+    assert code == 65
+    assert field in line
+
+
+@pytest.mark.parametrize("command", ["plan", "describe"])
+@pytest.mark.parametrize("content", ["[1]", "{nope", "", "\x00"])
+def test_what_is_no_configuration_is_one_line_and_exit_code_65(
+    command: str, content: str, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    code, line = error_of(capsys, command, str(file))
+    assert code == 65
+    assert str(file) in line
