@@ -47,6 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
+    "priority": (None, 0),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "use_beam_search": (None, False),

@@ -161,6 +161,8 @@ def test_a15_a_giant_list_of_prompts_is_refused(live: Live) -> None:
         ("suffix", "end"),
         ("guided_json", {"type": "object"}),
         ("use_beam_search", True),
+        ("priority", -1),
+        ("logprob_token_ids", [5]),
     ],
 )
 def test_a17_what_is_not_built_is_refused_not_ignored(live: Live, field: str, value: object) -> None:
