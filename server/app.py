@@ -77,9 +77,9 @@ class Service:
         """Prepare the engine for requests that follow a grammar. To be called on the loop."""
         self.client.learn(self.grammars.vocabulary)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End what was started beside the engine."""
-        self.grammars.close()
+        await self.grammars.close()
 
     @property
     def fingerprint(self) -> str:

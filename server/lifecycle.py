@@ -185,7 +185,7 @@ class Daemon:
         try:
             await server.until_ended()
         finally:
-            service.close()
+            await service.close()
             for task in tasks:
                 task.cancel()
 

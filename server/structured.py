@@ -172,10 +172,10 @@ class GrammarCompiler:
             raise invalid(constraint.param, f"Invalid '{constraint.param}': {verdict.error}")
         return verdict.grammar
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the workers."""
         while self._idle:
-            self._idle.pop().kill()
+            await self._idle.pop().end()
 
     async def _try(self, trial: Trial) -> Verdict:
         if self._waiting >= MAX_WAITING:
@@ -199,7 +199,7 @@ class GrammarCompiler:
             if worker.intact:
                 self._idle.append(worker)
             else:
-                worker.kill()
+                await worker.end()
         return verdict
 
     def _keep(self, key: tuple[Kind, str], verdict: Verdict) -> None:
@@ -245,10 +245,11 @@ class _Worker:
         self.intact = True
         return verdict
 
-    def kill(self) -> None:
-        """End the process."""
+    async def end(self) -> None:
+        """Kill the process and see that it is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+        await self._process.communicate()
 
     async def _write(self, message: Vocabulary | Trial) -> None:
         if self._process.stdin is None:

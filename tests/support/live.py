@@ -136,7 +136,7 @@ def live_server(
         try:
             await server.serve(sockets=[listener])
         finally:
-            service.close()
+            await service.close()
             await client.close()
             listener.close()
 
