@@ -16,7 +16,7 @@
 #pragma once
 #include "numbers.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -118,6 +118,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * expanded_lanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * expanded_lanes)));
 typedef uint64_t Pairs __attribute__((vector_size(4 * expanded_lanes)));
 typedef uint32_t HalfBits __attribute__((vector_size(2 * expanded_lanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * expanded_lanes)));
 
 #if defined(__AVX512F__)
 // The 16 possible integers of 4 bits: looking one up needs no mask, as the other bits of an index do not count.
@@ -148,15 +149,22 @@ struct Nibbles {
 };
 
 inline Floats twice(const float* values) {
+#if defined(__AVX2__)
+    const __m256i order = _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0);
+    return (Floats)_mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(values)), order);
+#else
     Floats result;
     for (int lane = 0; lane < expanded_lanes; lane++) result[lane] = values[lane / 2];
     return result;
+#endif
 }
 #endif
 
 inline Floats widened(const char* bytes) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
 #else
     return __builtin_convertvector(__builtin_convertvector(load_vector<Bytes>(bytes), Ints), Floats);
 #endif
@@ -175,21 +183,26 @@ inline void store_values(float* out, int64_t n, int64_t k, Floats low, Floats hi
     store_half(out + k * panel_width + n + expanded_rows, high);
 }
 
-inline HalfBits rounded_pairs(Floats values) {
-    const Bits bits = (Bits)values;
-    const Pairs rounded = (Pairs)(bits + 0x7fff + (bits >> 16 & 1));
-    return __builtin_convertvector((rounded >> 16 & 0xffff) | (rounded >> 32 & 0xffff0000u), HalfBits);
-}
-
 inline void store_values(bf16* out, int64_t n, int64_t k, Floats low, Floats high) {
-    bf16* target = out + k * panel_width + n * 2;
+    bf16* target = out + k * panel_width + n * 2;  // k and k + 1 of a row lie together, as they do in the lanes
 #if defined(__AVX512BF16__)
-    const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    std::memcpy(target, &pairs, sizeof pairs);
+    const __m512bh numbers = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    std::memcpy(target, &numbers, sizeof numbers);
 #else
-    const HalfBits first = rounded_pairs(low), second = rounded_pairs(high);
+    const auto rounded = [](Floats values) {
+        const Bits bits = (Bits)values;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i in_turn = _mm256_packus_epi32((__m256i)rounded(low), (__m256i)rounded(high));
+    const __m256i numbers = _mm256_permute4x64_epi64(in_turn, 0xd8);
+    std::memcpy(target, &numbers, sizeof numbers);
+#else
+    const Halves first = __builtin_convertvector(rounded(low), Halves);
+    const Halves second = __builtin_convertvector(rounded(high), Halves);
     std::memcpy(target, &first, sizeof first);
     std::memcpy(target + expanded_lanes, &second, sizeof second);
+#endif
 #endif
 }
 
