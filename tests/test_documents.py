@@ -30,7 +30,7 @@ def test_the_readme_lists_every_flag_and_no_other() -> None:
 def test_every_file_and_function_that_a_document_names_exists() -> None:
     for document in DOCUMENTS:
         for name in re.findall(
-            r"`((?:server|scheduler|model|kvcache|tests|docs|bench|deploy)/[\w/.]+)", document.read_text()
+            r"`((?:server|scheduler|model|kvcache|tests|docs|bench|deploy)/[\w/.-]+)", document.read_text()
         ):
             assert (ROOT / name.split(":")[0]).exists(), f"{document.name} names {name}"
         for path, function in re.findall(r"`(\w+/[\w/]+\.py):([\w.]+)`", document.read_text()):
