@@ -5,6 +5,7 @@ import threading
 from random import Random
 
 import llguidance
+import msgspec
 import pytest
 from support.fake_device import ScriptedRunner
 from support.scheduling import BLOCK_SIZE, EOS, VOCABULARY, check, make_scheduler, next_token, submission
@@ -200,6 +201,14 @@ def test_a_state_follows_from_the_grammar_and_the_tokens_alone() -> None:
         masks.append(step_by_step.mask())
     for count, mask in enumerate(masks):
         assert grammars.begin(grammar("[0-9]{3}: [a-j]+"), output[:count]).mask() == mask
+
+
+def test_a_request_goes_on_behind_what_an_earlier_engine_has_emitted() -> None:
+    request = follow(0, grammar("[0-9]{3}: [a-j]+"), max_tokens=12)
+    whole = alone(request)
+    for count in range(1, len(whole)):
+        resumed = msgspec.structs.replace(request, emitted=tuple(whole[:count]))
+        assert run([VOCABULARY_MESSAGE], [resumed], requests=1).tokens[0] == whole[count:]
 
 
 def test_after_a_token_that_was_not_allowed_nothing_is() -> None:

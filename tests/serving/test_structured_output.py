@@ -67,16 +67,18 @@ def test_regular_expressions_choices_and_grammars_are_followed_to_their_end(live
         ({"grammar": 'start: "a" item+ "z"\nitem: /[0-9]/ | "-"'}, "a[0-9-]+z"),
         ({"grammar": 'root ::= "x" [0-9] [0-9]? "y"'}, "x[0-9][0-9]?y"),
     ]
-    requests = [{"messages": PROMPT, "structured_outputs": wanted, "max_tokens": 100} for wanted, _ in outputs]
+    requests = [{"messages": PROMPT, "structured_outputs": wanted, "max_tokens": 50} for wanted, _ in outputs]
+    stopped = 0
     for (wanted, pattern), choice in zip(outputs, at_once(live, requests), strict=True):
         if choice["finish_reason"] == "stop":
             assert re.fullmatch(pattern, choice["message"]["content"]), wanted
-    assert any(choice["finish_reason"] == "stop" for choice in at_once(live, requests[-3:]))
+            stopped += 1
+    assert stopped >= 4
 
 
 def test_json_object_is_an_object(live: Live) -> None:
-    request = {"messages": PROMPT, "response_format": {"type": "json_object"}, "max_tokens": 200, "temperature": 0.5}
-    for choice in at_once(live, [{**request, "seed": seed} for seed in range(4)]):
+    request = {"messages": PROMPT, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 0.5}
+    for choice in at_once(live, [{**request, "seed": seed} for seed in range(8)]):
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
         assert choice["message"]["content"].startswith("{")
@@ -122,11 +124,11 @@ def test_min_tokens_and_biases_bend_to_the_grammar(live: Live) -> None:
 
 
 def test_neighbours_prefixes_and_preemption_change_nothing(live: Live) -> None:
-    requests = [following(POINTS, seed=seed, temperature=1.0, max_tokens=90) for seed in range(5)]
-    requests.append({"messages": PROMPT, "max_tokens": 90, "seed": 1, "ignore_eos": True})
+    requests = [following(POINTS, seed=seed, temperature=1.0, max_tokens=60) for seed in range(4)]
+    requests.append({"messages": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True})
     alone = [live.chat(**request)["choices"][0] for request in requests]
     assert at_once(live, requests) == alone
-    with live_server(EngineConfig(model="smollm2", max_model_len=256, kv_blocks=20)) as small:
+    with live_server(EngineConfig(model="smollm2", max_model_len=256, kv_blocks=16)) as small:
         assert at_once(small, requests) == alone
         assert small.metric("octavo_preemptions_total") > 0
 
