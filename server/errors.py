@@ -61,3 +61,14 @@ def queue_full(limit: str) -> APIError:
 def answer(error: APIError) -> JSONResponse:
     """The response that says so."""
     return JSONResponse(error.envelope(), error.status, error.headers)
+
+
+def queue_timed_out() -> APIError:
+    """A 503 to a request that waited too long for its turn."""
+    message = "The server is too busy: the request waited too long to begin; try again later."
+    return APIError(503, message, code="queue_timeout", headers={"Retry-After": "5"})
+
+
+def request_timed_out() -> APIError:
+    """A 504 to a request that took too long."""
+    return APIError(504, "The request took longer than the server allows.", code="request_timeout")

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -30,7 +31,7 @@ from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.settings import ServerSettings, Settings, SettingsError
 from octavo.server.template import load_template
 from octavo.server.tokenizer import load_tokenizer
-from octavo.server.wire import BoundedProtocol
+from octavo.server.wire import ConnectionLimits, GuardedProtocol
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
@@ -248,11 +249,12 @@ class HTTPServer(uvicorn.Server):
 
 
 def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    limits = ConnectionLimits(settings.receive_timeout, settings.send_timeout, settings.max_connections)
     return uvicorn.Config(
         app,
         log_config=None,
         lifespan="off",
-        http=BoundedProtocol,
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
         ws="none",
         server_header=False,
         ssl_certfile=settings.ssl_certfile,
@@ -278,6 +280,8 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
         max_body_bytes=server.max_body_bytes,
         max_queued_requests=server.max_queued_requests,
         max_queued_tokens=server.max_queued_tokens,
+        queue_timeout=server.queue_timeout,
+        request_timeout=server.request_timeout,
         options=GenerationOptions(
             server.max_tokens_policy, choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
         ),

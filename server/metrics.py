@@ -31,7 +31,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 MEMORY_KINDS = ("planned", "allocated", "used", "peak")
 REJECTIONS = ("queue_full", "queue_tokens", "draining")
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 """Of HTTP responses; whatever else there may be is counted as "other"."""
 
 

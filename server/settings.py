@@ -157,14 +157,12 @@ SETTINGS = (
     ),
     Setting("ssl_certfile", HTTP, existing_file, None, "Serve HTTPS with this certificate chain.", "FILE"),
     Setting("ssl_keyfile", HTTP, existing_file, None, "The private key of that certificate.", "FILE"),
-    Setting(
-        "stall_timeout",
-        HTTP,
-        seconds,
-        300.0,
-        "How long an engine with work may finish no step before it is killed and replaced; 0: for ever.",
-        "SECONDS",
-    ),
+    Setting("stall_timeout", HTTP, seconds, 300.0, "Replace an engine that finishes no step for so long.", "SECONDS"),
+    Setting("queue_timeout", HTTP, seconds, 300.0, "Longest wait for a request's first step; 0: any.", "SECONDS"),
+    Setting("request_timeout", HTTP, seconds, 3600.0, "Longest life of a request; 0: any.", "SECONDS"),
+    Setting("receive_timeout", HTTP, seconds, 30.0, "Longest time for a request's head, and its body.", "SECONDS"),
+    Setting("send_timeout", HTTP, seconds, 30.0, "How long a client may not read what it is sent.", "SECONDS"),
+    Setting("max_connections", HTTP, count(1, 1 << 20), 2048, "Connections open at a time; more get 503.", "N"),
     Setting(
         "log_level",
         HTTP,
@@ -214,15 +212,7 @@ SETTINGS = (
         "prefix_caching", ENGINE, boolean, True, "Reuse the KV of prompts that begin alike, within one cache_salt."
     ),
     Setting("enable_faults", ENGINE, boolean, False, "Allow --fault. For tests only."),
-    Setting(
-        "fault",
-        ENGINE,
-        fault,
-        (),
-        "Break the engine on purpose at a named point, such as step-raises:token=77; repeat it for several.",
-        "FAULT",
-        repeatable=True,
-    ),
+    Setting("fault", ENGINE, fault, (), "What to break: step-raises:token=77, ...", "FAULT", repeatable=True),
     Setting("block_size", MEMORY, count(1, 256), 16, "Tokens in a block of the KV cache.", "TOKENS"),
     Setting(
         "kv_blocks",
@@ -284,6 +274,11 @@ class ServerSettings:
     stall_timeout: float
     ssl_certfile: Path | None
     ssl_keyfile: Path | None
+    queue_timeout: float
+    request_timeout: float
+    receive_timeout: float
+    send_timeout: float
+    max_connections: int
     log_level: str
     log_format: str
     otlp_traces_endpoint: str | None

@@ -1,4 +1,9 @@
-"""HTTP/1.1 as it arrives: uvicorn's protocol with bounds on what a client can send before anybody looks at it."""
+"""HTTP/1.1 as it arrives: uvicorn's protocol with bounds on what a client can send, and how slowly it may do so."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -8,6 +13,17 @@ from octavo.server.errors import APIError
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 MAX_HEADERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How long a client may take, in seconds, and how many connections there may be."""
+
+    receive_seconds: float = 30.0
+    """For a request's head, and again for its body."""
+    send_seconds: float = 30.0
+    """For reading anything, once more is ready than the socket takes."""
+    connections: int = 2048
 
 
 class _TooLargeError(Exception):
@@ -71,8 +87,106 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer and close; nothing that was sent is repeated."""
         message = f"The request line and headers exceed {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers."
-        error = APIError(431, message) if self._too_large else APIError(400, msg)
+        self._answer(APIError(431, message) if self._too_large else APIError(400, msg))
+
+    def _answer(self, error: APIError) -> None:
         body = msgspec.json.encode(error.envelope())
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+class _Deadline:
+    """A clock that is started and stopped, and acts if it runs out."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, act: Callable[[], None]) -> None:
+        """`seconds` 0: it never runs out."""
+        self._loop = loop
+        self._seconds = seconds
+        self._act = act
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and not stopped since."""
+        return self._timer is not None
+
+    def start(self) -> None:
+        """Start it from the beginning."""
+        self.stop()
+        if self._seconds:
+            self._timer = self._loop.call_later(self._seconds, self._act)
+
+    def stop(self) -> None:
+        """Stop it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class GuardedProtocol(BoundedProtocol):
+    """Also ends connections that are too slow, or too many.
+
+    A connection that begins a request must bring it to its end in time: bytes that drip in do not extend the deadline.
+    One that does not read is cut off, and its request ends as if the client had left.
+    """
+
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
+        self._receiving = _Deadline(self.loop, limits.receive_seconds, self._give_up)
+        self._sending = _Deadline(self.loop, limits.send_seconds, self._cut_off)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to count the time."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            self._refuse(APIError(503, "The server has too many connections.", code="too_many_connections"))
+        else:
+            self._receiving.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all clocks."""
+        self._receiving.stop()
+        self._sending.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The first byte after an answer begins a request, whatever it is."""
+        if not self._receiving.running and (self.cycle is None or self.cycle.response_complete):
+            self._receiving.start()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        """The body has a time of its own."""
+        super().on_headers_complete()
+        self._receiving.start()
+
+    def on_message_complete(self) -> None:
+        """All is there."""
+        self._receiving.stop()
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client has more to read than the socket takes."""
+        super().pause_writing()
+        self._sending.start()
+
+    def resume_writing(self) -> None:
+        """It has read enough of it."""
+        self._sending.stop()
+        super().resume_writing()
+
+    def _cut_off(self) -> None:
+        self.transport.abort()
+
+    def _give_up(self) -> None:
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self._cut_off()
+        else:
+            self._refuse(APIError(408, "The request did not arrive in time."))
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer and close, whether or not the client reads it."""
+        self._answer(error)
+        self.loop.call_later(1.0, self._cut_off)

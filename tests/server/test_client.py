@@ -373,7 +373,7 @@ async def test_at_rest_every_request_is_accounted_for() -> None:
     lost = client.submit([4], PARAMS, 1000)
     await anext(lost)
     await client.close()
-    assert metrics.finished == {"stop": 0, "length": 12, "abort": 1, "error": 1}
+    assert metrics.finished == {"stop": 0, "length": 12, "abort": 1, "error": 1, "timeout": 0}
     assert metrics.started == 14
     assert metrics.running == metrics.waiting == 0
     assert metrics.prompt_tokens == 12 * 20 + 2

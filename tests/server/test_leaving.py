@@ -91,7 +91,7 @@ def test_d01_a_request_that_still_queues_is_aborted_too(live: Live) -> None:
 def test_every_started_request_is_accounted_for(live: Live) -> None:
     eventually(lambda: idle(live))
     started = live.metric("octavo_request_started_total")
-    reasons = ("stop", "length", "abort", "error")
+    reasons = ("stop", "length", "abort", "error", "timeout")
     finished = sum(live.metric(f'octavo_request_success_total{{finished_reason="{reason}"}}') for reason in reasons)
     assert started == finished > 0
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ from octavo.server.client import ENGINE_COMMAND, EngineClient
 from octavo.server.revival import RestartPolicy
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
-from octavo.server.wire import BoundedProtocol
+from octavo.server.wire import ConnectionLimits, GuardedProtocol
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Spares each request the reading of all certificates of the world."""
@@ -63,10 +64,17 @@ class Live:
             text = response.read().decode()
             assert response.status_code == 200, text
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        events = text.split("\n\n")
+        events = [event for event in text.split("\n\n") if not event.startswith(":")]
         assert events.pop() == ""
         assert events.pop() == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def stream_lines(self, path: str, **fields: object) -> list[dict]:
+        """Whatever a stream says, up to its end, which may be an error."""
+        body = {"model": "smollm2", "stream": True, **fields}
+        text = httpx.post(self.url + path, json=body, timeout=120).text
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
 
     def metric(self, name: str) -> float:
         """The value of one sample of /metrics, named with its labels."""
@@ -96,6 +104,7 @@ def live_server(
     rules: AccessRules | None = None,
     origins: Sequence[str] = (),
     policy: RestartPolicy | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[Live]:
     """Serve until the block ends; the engine must be gone then."""
     started: threading.Event = threading.Event()
@@ -122,7 +131,7 @@ def live_server(
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(service, rules, origins),
-                http=BoundedProtocol,
+                http=partial(GuardedProtocol, limits=limits or ConnectionLimits()),
                 ws="none",
                 log_level="warning",
                 timeout_graceful_shutdown=2,
