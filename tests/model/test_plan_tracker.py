@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import tiny_model
 from support.live_storage import LiveStorages, peak_of_forward
-from support.runners import cpu_kernels
+from support.runners import SMALL, build, cpu_kernels
 from support.shape_kernels import ShapeAttention, ShapeKernels
 
 from octavo.model.arena import ActivationArena
@@ -15,6 +16,8 @@ from octavo.model.arena_layout import arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.memory import rank_shape
+from octavo.model.runner import ModelRunner
+from octavo.model.step import Admission, Row, SamplingParams, Step
 from octavo.model.transformer import Transformer
 from octavo.model.weights.lookup import find_config
 
@@ -95,3 +98,33 @@ def test_the_worst_batch_takes_the_whole_plan(vocabulary: int) -> None:
     config = replace(WIDE, vocabulary=vocabulary)
     planned = arena_layout(config, MOST_TOKENS, MOST_ROWS, 2).bytes
     assert peak_of_forward(config, MOST_TOKENS, MOST_ROWS, torch.bfloat16, "meta") == planned
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, int]:
+    """A runner whose slots all hold a prompt, and the planned bytes of its activations."""
+    directory = tmp_path_factory.mktemp("small")
+    tiny_model(directory, "llama")
+    runner, ledger = build(directory)
+    params = SamplingParams(temperature=0, prompt_logprobs=0)
+    admitted = tuple(
+        Admission(slot, (1,) * 64, 64, tuple(range(4 * slot, 4 * slot + 4)), params) for slot in range(SMALL.max_rows)
+    )
+    runner.submit(Step((), admitted, (), ()))
+    return runner, ledger.planned("activations")
+
+
+@given(counts=st.lists(st.integers(1, SMALL.max_tokens), min_size=1, max_size=SMALL.max_rows), scored=st.booleans())
+def test_no_step_of_a_runner_uses_more_than_the_plan(
+    small: tuple[ModelRunner, int], counts: list[int], scored: bool
+) -> None:
+    runner, planned = small
+    counts = [count for index, count in enumerate(counts) if sum(counts[: index + 1]) <= SMALL.max_tokens]
+    rows = tuple(Row(slot, 0, count, sample=not scored, score=scored) for slot, count in enumerate(counts))
+    assert runner.submit(Step((), (), (), rows)).wait().activations <= planned
+
+
+def test_the_largest_step_of_a_runner_uses_the_whole_plan(small: tuple[ModelRunner, int]) -> None:
+    runner, planned = small
+    rows = (Row(0, 0, SMALL.max_tokens, sample=False, score=True),)
+    assert runner.submit(Step((), (), (), rows)).wait().activations == planned
