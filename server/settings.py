@@ -30,7 +30,7 @@ from octavo.server.values import (
     word,
 )
 
-FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR"})
+FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POISON"})
 """Read by the kernels themselves, when they are compiled at first use."""
 
 
