@@ -124,7 +124,9 @@ def parse(body: bytes) -> MessagesRequest:
 
 def parse_count(body: bytes) -> CountTokensRequest:
     """Read a request body, or raise the 400 that says what is wrong with it."""
-    return validate(CountTokensRequest, decode(body))
+    fields = decode(body)
+    refuse_unsupported(fields, UNSUPPORTED)
+    return validate(CountTokensRequest, fields)
 
 
 def add_messages_routes(app: FastAPI, service: "Service") -> None:

@@ -25,6 +25,8 @@ ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "return_token_ids": (None, False),
     "response_format": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto", {"type": "none"}, {"type": "auto"}),
 }
 """Fields of a chat that these endpoints have no place for, with the values that ask for nothing."""
 

@@ -121,6 +121,12 @@ def test_what_is_not_built_or_out_of_range_is_refused_by_its_name(
     assert client.messages.create(**fields()).content
 
 
+def test_tokens_are_not_counted_of_what_would_be_refused(client: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "f", "input_schema": {"type": "object"}}
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.count_tokens(model="smollm2", messages=fields()["messages"], tools=[tool])
+
+
 def test_errors_are_the_clients_own_classes(client: anthropic.Anthropic, live: Live) -> None:
     with pytest.raises(anthropic.NotFoundError) as raised:
         client.messages.create(**fields(model="other"))
