@@ -194,6 +194,7 @@ def health() -> Iterator[Panel]:
         "none",
         (f"sum(increase({sel('engine_restarts_total')}[$__rate_interval]))", "restarts"),
         (f"sum(increase({sel('requests_resumed_total')}[$__rate_interval]))", "requests resumed"),
+        (f"sum(increase({sel('failed_steps_total')}[$__rate_interval]))", "steps undone"),
     )
     yield graph("Age of the last step, with work", "s", (sel("engine_heartbeat_age_seconds"), "{{instance}}"))
     yield quantiles("Lag of the event loop", "event_loop_lag_seconds")

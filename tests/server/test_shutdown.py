@@ -62,14 +62,15 @@ def test_requests_that_outlast_the_timeout_end_with_an_error() -> None:
         assert gone(engine)
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_everything_at_once(number: signal.Signals) -> None:
     with running("--shutdown-timeout", "600", step_seconds=0.01) as daemon:
         engine = daemon.engine()
         request = daemon.in_background([5], 1900)
-        daemon.process.terminate()
+        daemon.process.send_signal(number)
         while not any("shutting down" in line for line in daemon.log):
             time.sleep(0.01)
-        daemon.process.terminate()
+        daemon.process.send_signal(number)
         assert daemon.wait() == 0
         assert gone(engine)
         assert request.result() is None or request.result().status_code == 503
