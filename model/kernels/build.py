@@ -61,12 +61,15 @@ def build_library(sources: Path = SOURCES) -> Path:
         compiler = _find_compiler()
         name = f"{stem}-{_compiler_key(compiler)}.so"
     except BuildError:
-        # An image may be built with a compiler and run without one, by any user and on a disk that cannot be written.
+        # An image may be built with a compiler and run without one.
         for earlier in sorted(cache_directory().glob(f"{stem}-*.so")):
             if _is_intact(earlier):
                 _check_owner(earlier.parent)
                 return earlier
         raise
+    if _is_intact(cache_directory() / name):  # perhaps where this user may not write
+        _check_owner(cache_directory())
+        return cache_directory() / name
     cache = _open_cache()
     library = cache / name
     with (cache / "kernels.lock").open("w") as lock:
@@ -164,7 +167,7 @@ def _is_intact(library: Path) -> bool:
     """Whether the file is there and whole: the loader would crash on a damaged one. Its last bytes are its SHA-256."""
     try:
         content = library.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 

@@ -110,6 +110,7 @@ def test_the_steps_of_the_build_make_an_environment_that_serves(tmp_path: Path) 
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "tests"))
     environment = {"PATH": f"{home}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment["PIP_CONFIG_FILE"] = os.devnull  # as in a container
     for name in ("PIP_CERT", "PIP_INDEX_URL", "PIP_CACHE_DIR"):
         environment |= {name: os.environ[name]} if name in os.environ else {}
     for line in instructions("builder"):

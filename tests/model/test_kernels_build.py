@@ -177,12 +177,13 @@ def test_a_chosen_cache_that_cannot_be_written_is_an_error(
         build_library(sources)
 
 
-def test_without_a_compiler_nothing_is_written_beside_an_earlier_library(
+def test_nothing_is_written_beside_an_earlier_library_with_a_compiler_or_without(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "image"))
     library = build_library(sources)
     (library.parent / "kernels.lock").unlink()
+    assert build_library(sources) == library
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_library(sources) == library
     assert list(library.parent.iterdir()) == [library]
