@@ -31,7 +31,7 @@ from octavo.server.values import (
 )
 
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POISON"})
-"""Read by the kernels themselves, when they are compiled at first use."""
+"""Read by the kernels themselves, when they are compiled at first use; the last by the runner, under test."""
 
 
 class SettingsError(ValueError):
