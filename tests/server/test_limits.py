@@ -117,13 +117,14 @@ def test_a08_a_refusal_does_no_work_and_keeps_no_memory(live: Live, monkeypatch:
     body = json.dumps({"model": "smollm2", **fields}).encode()
     encoded = count_calls(monkeypatch, Tokenizer, "encode")
     started = live.metric("octavo_request_started_total")
-    for _ in range(2):  # whatever is made once is made now
-        post(live, body)
-    before = resident_bytes()
-    for _ in range(5):
-        refused = post(live, body)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-    assert resident_bytes() - before < MEGABYTE
+    growths = []
+    for _ in range(4):  # an allocator may grow for a thread once or twice; what is kept of a request shows every time
+        before = resident_bytes()
+        for _ in range(5):
+            refused = post(live, body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        growths.append(resident_bytes() - before)
+    assert min(growths) < MEGABYTE
     assert encoded == [], "nothing was tokenised"
     assert live.metric("octavo_request_started_total") == started, "nothing reached the engine"
     ordinary(live)
