@@ -1,0 +1,379 @@
+"""What only a GPU can tell: numerics, memory and speed of the GPU path. Each section stands alone.
+
+    python bench/device_check.py --output results          # one GPU with room for the model
+    python bench/device_check.py --dry-run --output out    # every line of it on a CPU, tiny shapes, emulated kernels
+
+Writes results.json and results.md after every section; one that fails is reported, and the next one runs.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from octavo.kvcache.layout import KVLayout
+from octavo.kvcache.ledger import BUCKETS, MemoryLedger
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.store import KVStore
+from octavo.model.attention import AttentionBatch
+from octavo.model.attention.flashinfer import FlashInferAttention
+from octavo.model.attention.reference import ReferenceAttention
+from octavo.model.config import ModelConfig
+from octavo.model.graphs import CudaCapture, Gpu
+from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.layers import rope_table
+from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.roofline import DEVICES, decode_seconds
+from octavo.model.runner import ModelRunner, build_runner
+from octavo.model.step import Admission, Row, SamplingParams, Step
+from octavo.model.weights.lookup import find_config
+from octavo.model.workspaces import Workspaces
+from octavo.scheduler.messages import Submission
+from octavo.scheduler.policy import Scheduler
+from octavo.scheduler.request import Limits
+
+TOLERANCE = 2.0**-8
+"""Of a result's norm: half a unit of bfloat16 for the output and as much for the weights of attention."""
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: everything, or as little as runs every line."""
+
+    config: ModelConfig
+    limits: RunnerLimits
+    read_bytes: int
+    gemm: int
+    batches: tuple[tuple[int, int], ...]
+    """Rows and context of the decode steps."""
+    prompts: tuple[int, ...]
+    repeats: int
+    requests: int
+    new_tokens: int
+
+
+class Check:
+    """One run of the script: its device, its sizes and its results."""
+
+    def __init__(self, device: torch.device, sizes: Sizes, output: Path) -> None:
+        self.device, self.sizes, self.output = device, sizes, output
+        self.results: dict[str, Any] = {}
+        self.runner: ModelRunner
+        self.ledger: MemoryLedger
+        self.store: KVStore
+
+    def section(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        started = time.perf_counter()
+        try:
+            found = run()
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        found["seconds"] = round(time.perf_counter() - started, 2)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what one section leaves behind is not the next one's
+        self.results[name] = found
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / "results.json").write_text(json.dumps(self.results, indent=1))
+        rows = [
+            f"| {section} | {key} | {value} |"
+            for section, found in self.results.items()
+            for key, value in found.items()
+        ]
+        (self.output / "results.md").write_text(
+            "\n".join(["| section | what | value |", "|---|---|---|", *rows]) + "\n"
+        )
+        print(name, "FAILED" if "failed" in found else "done", found["seconds"], "s", flush=True)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, run: Callable[[], Any]) -> float:
+        """Median seconds of a run, after one to warm up."""
+        run()
+        times = []
+        for _ in range(self.sizes.repeats):
+            self.wait()
+            started = time.perf_counter()
+            run()
+            self.wait()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    # Sections
+
+    def environment(self) -> dict[str, Any]:
+        found = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            found |= {"gpu": torch.cuda.get_device_name(self.device), "free": free, "total": total}
+        return found
+
+    def ceilings(self) -> dict[str, Any]:
+        data = torch.ones(self.sizes.read_bytes // 4, device=self.device)
+        read = self.sizes.read_bytes / self.timed(data.sum)
+        size = self.sizes.gemm
+        a, b = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
+        out = torch.empty_like(a)
+        return {"read bytes/s": read, "GEMM flop/s": 2 * size**3 / self.timed(lambda: torch.mm(a, b, out=out))}
+
+    def operators(self) -> dict[str, Any]:
+        config, kernels = self.sizes.config, CudaKernels(torch.bfloat16, self.device)
+        x, branch = (torch.randn(17, config.width, device=self.device).bfloat16() for _ in range(2))
+        weight, out = torch.randn(config.width, device=self.device).bfloat16(), torch.full_like(x, torch.nan)
+        found = {}
+
+        def normed(values: torch.Tensor) -> torch.Tensor:
+            scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + config.norm_epsilon)
+            return values * scale * weight.float()
+
+        kernels.rms_norm(x, weight, config.norm_epsilon, out)
+        found["rms_norm"] = error(out, normed(x.float()))
+        total, spine, added = x.float() + branch.float(), x.clone(), branch.clone()
+        kernels.add_rms_norm(spine, added, weight, config.norm_epsilon, added)
+        found["add_rms_norm, sum"], found["add_rms_norm"] = error(spine, total), error(added, normed(total))
+        gate_up = torch.randn(17, 2 * config.ffn_width, device=self.device).bfloat16()
+        gated = torch.full((17, config.ffn_width), torch.nan, device=self.device, dtype=torch.bfloat16)
+        kernels.silu_mul(gate_up, gated)
+        gate, up = gate_up.float().chunk(2, dim=1)
+        found["silu_mul"] = error(gated, torch.nn.functional.silu(gate) * up)
+        table = rope_table(config, config.max_context).to(self.device)
+        positions = torch.tensor([0, 1, config.max_context - 1], dtype=torch.int32, device=self.device)
+        q = torch.randn(3, config.heads, config.head_dim, device=self.device).bfloat16()
+        cosines, sines = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        low, high = q.float().chunk(2, dim=-1)
+        expected = torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1)
+        kernels.rotate(q, q[:, : config.kv_heads].clone(), positions, table)
+        found["rotate"] = error(q, expected)
+        return verdict(found)
+
+    def attention(self) -> dict[str, Any]:
+        """All paths on one layer, on ragged rows over permuted pages, against float32."""
+        config = replace(self.sizes.config, layers=1)
+        layout = KVLayout(1, config.kv_heads, config.head_dim, 16, 2)
+        decodes, chunks = (1, 15, 16, 17, self.sizes.limits.max_model_len), (2, 15, 16, 17, 33)
+        lengths = [*decodes, *(count + 40 for count in chunks)]
+        pages = [-(-length // 16) for length in lengths]
+        store = KVStore(layout, sum(pages) + 1, torch.bfloat16, self.device)
+        store.data.normal_()
+        batch = ragged(lengths, [1] * len(decodes) + list(chunks), pages)
+        heads = [config.heads, config.kv_heads, config.kv_heads]
+        q, k, v = (torch.randn(batch.tokens, count, config.head_dim, device=self.device).bfloat16() for count in heads)
+        reference, expected = ReferenceAttention(config, store), torch.empty_like(q)
+        reference.plan(batch)
+        reference.forward(0, q, k, v, expected)
+        found = {}
+        for workspaces in (Workspaces(), Workspaces(prefill="fa3"), Workspaces(decode="xqa")):
+            backend, out = FlashInferAttention(config, store, workspaces), torch.full_like(q, torch.nan)
+            backend.reserve(len(lengths), batch.tokens, len(lengths) * max(pages))
+            backend.plan(batch)
+            backend.forward(0, q, k, v, out)
+            found[f"prefill {workspaces.prefill}, decode {workspaces.decode}"] = error(out, expected.float())
+        return verdict(found)
+
+    def build(self) -> dict[str, Any]:
+        """The model with random weights, made on the device."""
+        sizes, workspaces = self.sizes, Workspaces()
+        formats = replace(Formats.of(2, panels=False, threads=0), gate_in_place=False, workspaces=workspaces)
+        self.ledger = MemoryLedger(plan_memory(sizes.config, formats, sizes.limits, 1 << 50))
+        kept: list[KVStore] = []
+
+        def load(config: ModelConfig, store: KVStore, *_: Any) -> FlashInferAttention:
+            kept.append(store)
+            return FlashInferAttention(config, store, workspaces)
+
+        capture = CudaCapture(self.device) if self.device.type == "cuda" else run_again
+        gpu, checkpoint = Gpu(self.device, workspaces, capture), SimpleNamespace(config=sizes.config)
+        parts = (CudaKernels(torch.bfloat16, self.device), torch.bfloat16, sizes.limits, self.ledger, print, gpu)
+        with (
+            mock.patch("octavo.model.runner.load_weights", return_value=""),
+            mock.patch("octavo.model.runner.load_attention", load),
+        ):
+            self.runner = build_runner(checkpoint, *parts)  # type: ignore[arg-type]
+        self.store = kept[0]
+        for linear in self.runner.model.linears():
+            linear._weight.normal_(std=0.02)  # type: ignore[attr-defined]
+        for norm in (self.runner.model.final_norm, *(n for block in self.runner.model.blocks for n in block.norms())):
+            norm.weight.fill_(1.0)
+        planned = sum(self.ledger.planned(bucket) for bucket in BUCKETS)
+        found = {"planned": planned, "ledger": sum(self.ledger.allocated(bucket) for bucket in BUCKETS)}
+        if self.device.type == "cuda":
+            found["torch, largest"] = torch.cuda.max_memory_allocated(self.device)
+        return found
+
+    def decode(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for rows, context in self.sizes.batches:
+            times = self.steps(rows, context)
+            bound = decode_seconds(self.sizes.config, Formats.of(2, panels=False), DEVICES["h200"], rows, context)
+            found[f"{rows} x {context}, ms"] = 1000 * statistics.median(times)
+            found[f"{rows} x {context}, share of the data sheet's bound"] = bound / statistics.median(times)
+        return found
+
+    def steps(self, rows: int, context: int) -> list[float]:
+        """Seconds of decode steps with one step of look-ahead; what lies in the cache does not matter."""
+        count = self.sizes.repeats + 2
+        pages = -(-(context + count) // 16)
+        admitted = tuple(
+            Admission(slot, (1,) * (context + 1), context + 1, tuple(range(slot * pages, (slot + 1) * pages)), GREEDY)
+            for slot in range(rows)
+        )
+        pending, times, started = None, [], time.perf_counter()
+        for number in range(count):
+            made = tuple(Row(slot, context + number, 1, sample=True) for slot in range(rows))
+            queued = self.runner.submit(Step((), admitted if number == 0 else (), (), made))
+            if pending is not None:
+                pending.wait()
+                times.append(time.perf_counter() - started)
+                started = time.perf_counter()
+            pending = queued
+        self.runner.submit(Step(tuple(range(rows)), (), (), ())).wait()
+        return times[1:]
+
+    def prefill(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        ours = self.runner._attention
+        for path in ("fa2", "fa3"):
+            if path == "fa3":
+                other = FlashInferAttention(self.sizes.config, self.store, Workspaces(prefill="fa3"))
+                other.reserve(
+                    self.sizes.limits.max_rows, self.runner._arena.max_tokens, self.sizes.limits.table_entries
+                )
+                self.runner._attention = other
+            for tokens in self.sizes.prompts:
+                found[f"{tokens} tokens, {path}, ms"] = 1000 * self.timed(lambda tokens=tokens: self.prompt(tokens))
+        self.runner._attention = ours
+        return found
+
+    def prompt(self, tokens: int, decodes: int = 0) -> None:
+        """Compute a prompt in chunks as large as a step, the first beside some decodes."""
+        most, pages = self.sizes.limits.max_tokens - decodes, -(-tokens // 16)
+        admitted = [Admission(0, (1,) * tokens, tokens, tuple(range(pages)), GREEDY)]
+        admitted += [Admission(1 + slot, (1, 1), 2, (pages + slot,), GREEDY) for slot in range(decodes)]
+        rows = [Row(1 + slot, 1, 1, sample=True) for slot in range(decodes)]
+        for start in range(0, tokens, most):
+            count = min(most, tokens - start)
+            step = Step((), tuple(admitted), (), (*rows, Row(0, start, count, sample=start + count == tokens)))
+            self.runner.submit(step).wait()
+            admitted, rows = [], []
+        self.runner.submit(Step(tuple(range(1 + decodes)), (), (), ())).wait()
+
+    def mixed(self) -> dict[str, Any]:
+        decodes, tokens = self.sizes.limits.max_rows // 2, self.sizes.prompts[0] // 2
+        return {f"{decodes} decodes and {tokens} tokens, ms": 1000 * self.timed(lambda: self.prompt(tokens, decodes))}
+
+    def engine(self) -> dict[str, Any]:
+        """The scheduler's loop over many requests, with one step of look-ahead."""
+        sizes, limits = self.sizes, self.sizes.limits
+        steps = Limits(limits.max_rows, limits.max_tokens, limits.max_model_len, limits.block_size)
+        scheduler = Scheduler(BlockPool(limits.blocks), None, steps, [])
+        for request in range(sizes.requests):
+            prompt = (1 + request % 90,) * sizes.new_tokens
+            scheduler.add(Submission(request=request, prompt=prompt, params=GREEDY, max_tokens=sizes.new_tokens))
+        started, tokens, flight = time.perf_counter(), 0, None
+        while scheduler.busy or flight:
+            step = scheduler.schedule()
+            queued = None if step is None else (step, self.runner.submit(step))
+            if flight is not None:
+                events = scheduler.commit(flight[0], flight[1].wait())
+                tokens += sum(event.token is not None for event in events)
+            flight = queued
+        return {"tokens": tokens, "tokens/s": tokens / (time.perf_counter() - started)}
+
+
+def run_again(function: Callable[[], None]) -> Callable[[], None]:
+    """What stands for a captured step where there is no GPU."""
+    function()
+    return function
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def verdict(found: dict[str, float]) -> dict[str, Any]:
+    """The errors; a NaN, which no comparison lets pass, or too large a one raises."""
+    wrong = {name: size for name, size in found.items() if not size <= TOLERANCE}
+    if wrong:
+        raise ArithmeticError(f"beyond {TOLERANCE}: {wrong}")
+    return dict(found)
+
+
+def ragged(lengths: list[int], counts: list[int], pages: list[int]) -> AttentionBatch:
+    """Rows of so many queries at the end of so many positions, over pages in shuffled order."""
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def indptr(values: list[int]) -> torch.Tensor:
+        return int32([0, *torch.tensor(values).cumsum(0).tolist()])
+
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
+    slots = []
+    for row, table in enumerate(order.split(pages)):
+        own = range(lengths[row] - counts[row], lengths[row])
+        slots += [int(table[position // 16]) * 16 + position % 16 for position in own]
+    return AttentionBatch(
+        indptr(counts), int32(lengths), indptr(pages), order, int32([(n - 1) % 16 + 1 for n in lengths]), int32(slots)
+    )
+
+
+def full_sizes(model: str) -> Sizes:
+    limits = RunnerLimits(max_model_len=8192, max_rows=64, max_tokens=2048, block_size=16, blocks=1300)
+    batches = ((1, 128), (8, 1024), (32, 512), (64, 256))
+    return Sizes(find_config(model), limits, 8 << 30, 8192, batches, (512, 2048, 8192), 30, 64, 128)
+
+
+def dry_sizes() -> Sizes:
+    config = replace(find_config("smollm2"), layers=1, width=128, heads=2, kv_heads=1, ffn_width=192, vocabulary=101)
+    limits = RunnerLimits(max_model_len=96, max_rows=4, max_tokens=32, block_size=16, blocks=24)
+    return Sizes(config, limits, 1 << 16, 16, ((1, 3), (3, 20)), (40, 20), 2, 6, 4)
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support.flashinfer_emulation import emulated_flashinfer  # noqa: PLC0415
+
+    with emulated_flashinfer():
+        yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-70b", help="a built-in shape or a config.json")
+    parser.add_argument("--output", type=Path, default=Path("device_check"))
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    check = Check(device, dry_sizes() if options.dry_run else full_sizes(options.model), options.output)
+    with emulated() if options.dry_run else contextlib.nullcontext(), torch.no_grad():
+        for name in (
+            "environment",
+            "ceilings",
+            "operators",
+            "attention",
+            "build",
+            "decode",
+            "prefill",
+            "mixed",
+            "engine",
+        ):
+            check.section(name, getattr(check, name))
+    return int(any("failed" in found for found in check.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

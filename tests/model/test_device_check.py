@@ -1,0 +1,21 @@
+"""The script that measures a GPU, run where there is none: no line of it shall run for the first time there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "device_check.py"
+SECTIONS = ["environment", "ceilings", "operators", "attention", "build", "decode", "prefill", "mixed", "engine"]
+
+
+def test_a_dry_run_goes_through_every_section_and_writes_its_results(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--output", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == SECTIONS
+    assert not any("failed" in found for found in results.values())
+    assert results["build"]["planned"] == results["build"]["ledger"] > 0
+    assert results["engine"]["tokens"] == 6 * 4
+    assert (tmp_path / "results.md").read_text().startswith("| section | what | value |")
