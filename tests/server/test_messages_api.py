@@ -1,6 +1,7 @@
 """/v1/messages, read by Anthropic's official client."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -11,8 +12,9 @@ from support.live import Live
 
 
 @pytest.fixture(scope="module")
-def client(live: Live) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
+def client(live: Live) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 GREEDY = {"temperature": 0}

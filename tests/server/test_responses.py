@@ -1,6 +1,7 @@
 """/v1/responses, read by the official client's own types."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,8 +14,9 @@ from support.live import Live
 
 
 @pytest.fixture(scope="module")
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def fields(**more: Any) -> dict[str, Any]:
