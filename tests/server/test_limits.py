@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live import Live
+from support.live import NO_TLS, Live
 from support.raw import exchange, get, status_of
 from support.vocabularies import smollm2
 
@@ -30,7 +30,9 @@ def resident_bytes() -> int:
 
 
 def post(live: Live, body: bytes, path: str = "/v1/completions") -> httpx.Response:
-    return httpx.post(live.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=60)
+    return httpx.post(
+        live.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=60, verify=NO_TLS
+    )
 
 
 def ordinary(live: Live) -> None:
