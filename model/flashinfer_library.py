@@ -6,8 +6,11 @@ Nothing imports it at the top of a module: it takes seconds, and a CPU needs non
 
 import importlib
 import os
+import shutil
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from octavo.model.device import DeviceError
@@ -36,3 +39,13 @@ def flashinfer_problem() -> str | None:
     if installed in TESTED_VERSIONS:
         return None
     return f"FlashInfer {installed} was never tested with Octavo: pip install flashinfer-python=={TESTED_VERSIONS[0]}"
+
+
+def kernels_problem() -> str | None:
+    """Say in one line why FlashInfer would have no kernels to run, if so: none compiled ahead, and no compiler."""
+    package = find_spec("flashinfer")
+    compiled = package is not None and any(Path(package.origin or "").parent.glob("data/aot/*/*.so"))
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    if compiled or shutil.which("nvcc") or toolkit.is_file():
+        return None
+    return "FlashInfer has no compiled kernels and no nvcc: run deploy/build_kernels.py, or install the CUDA toolkit"

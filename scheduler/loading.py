@@ -15,7 +15,7 @@ from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.attention.flashinfer import float_workspace
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU, choose_device
-from octavo.model.flashinfer_library import flashinfer_problem
+from octavo.model.flashinfer_library import flashinfer_problem, kernels_problem
 from octavo.model.kernels.cores import available_cores
 from octavo.model.matrices import kept_quantised
 from octavo.model.memory import kv_layout
@@ -87,7 +87,7 @@ def load(
 
 def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     """Decide what to load, where, in which type and with which kernels. Allocates nothing; raises what `load` does."""
-    device = choose_device(config.device, flashinfer_problem)
+    device = choose_device(config.device, lambda: flashinfer_problem() or kernels_problem())
     widen = config.dtype != "auto"
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=widen)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ from support.flashinfer_emulation import PLAN_TAIL, Emulation, emulated_flashinf
 
 from octavo.model.attention.flashinfer import FlashInferAttention
 from octavo.model.device import CPU, DeviceError
-from octavo.model.flashinfer_library import TESTED_VERSIONS, flashinfer_problem, load_flashinfer
+from octavo.model.flashinfer_library import TESTED_VERSIONS, flashinfer_problem, kernels_problem, load_flashinfer
 from octavo.model.kernels.cuda import CudaKernels
 
 BFLOAT16 = Shape(dtype=torch.bfloat16)
@@ -131,6 +133,22 @@ def test_a_version_that_was_never_tested_or_is_missing_is_refused_in_one_line(mo
     with pytest.raises(DeviceError, match="never tested") as raised:
         load_flashinfer()
     assert raised.value.exit_code == 69
+
+
+def test_a_package_without_kernels_or_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("octavo.model.flashinfer_library.find_spec", lambda _name: place)
+    assert "no compiled kernels and no nvcc" in (kernels_problem() or "")
+    module = tmp_path / "data" / "aot" / "norm" / "norm.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    assert kernels_problem() is None
+    module.unlink()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert kernels_problem() is None
 
 
 def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
