@@ -122,7 +122,7 @@ def test_f1_a_tiny_model_killed_three_times_under_load_answers_as_if_nothing_had
 
 @pytest.mark.endurance
 def test_f1_a_tiny_model_killed_twenty_times_under_load_answers_as_if_nothing_had_happened(tiny: Live) -> None:
-    survive(tiny, kills=20, count=20, max_tokens=300)
+    survive(tiny, kills=20, count=12, max_tokens=200)
 
 
 @pytest.mark.endurance
