@@ -64,11 +64,9 @@ def test_on_a_prefix_hit(model: Loaded, requests: list[Submission], alone: Answe
 
 def test_preempted_and_resumed(model: Loaded, requests: list[Submission], alone: Answers) -> None:
     longest = max(len(request.prompt) for request in requests) + OUTPUT_TOKENS
-    crowd = [
-        renumbered(request, request.request + 10_000 * copy)
-        for copy in range(1 + 8 // len(requests))
-        for request in requests
-    ]
+    copies = range(1 + 24 // len(requests))
+    crowd = [renumbered(request, request.request + 10_000 * copy) for copy in copies for request in requests]
+    crowd.sort(key=lambda request: len(request.prompt))  # short ones run together, and grow together
     found = model.answer(crowd, Conditions(rows=32, blocks=-(-longest // 16) + 2))
     assert found.preemptions > 0
     assert equal(found, alone, requests)
