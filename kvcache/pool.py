@@ -9,8 +9,12 @@ Every block is in exactly one of three states:
 Blocks are numbers; the tensors behind them live elsewhere.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class InvariantError(Exception):
+    """The books of a pool or a scheduler contradict each other: a fault of Octavo itself."""
 
 
 class BlockPool:
@@ -142,3 +146,19 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+
+    def audit(self, held: Iterable[int]) -> None:
+        """Raise InvariantError unless the books agree with the blocks `held`, of which each mention is a reference.
+
+        Takes a time proportional to the number of blocks: meant for tests and for OCTAVO_STRICT.
+        """
+        counted = Counter(held)
+        if any(references != counted[block] for block, references in enumerate(self._references)):
+            raise InvariantError("reference counts differ from the tables of the requests")
+        if sorted([*self._free, *self._cached, *counted]) != list(range(self.total)):
+            raise InvariantError("some block is not in exactly one of the states free, cached and referenced")
+        names = {name: block for block, name in enumerate(self._names) if name is not None}
+        if names != self._index:
+            raise InvariantError("the index of names differs from the names of the blocks")
+        if any(self._names[block] is None for block in self._cached) or any(self._names[b] for b in self._free):
+            raise InvariantError("cached blocks have names, and free ones none")

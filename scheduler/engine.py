@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Engine:
         self._activations_used = self._activations_peak = 0
         self._failed_steps = 0
         self._closed = False
+        self._strict = os.environ.get("OCTAVO_STRICT") == "1"
+        """Whether the books are audited after every commit."""
 
     def run(self) -> None:
         """Serve until a Shutdown arrives. Requests that are alive then are dropped."""
@@ -155,6 +158,8 @@ class Engine:
             return
         landed = perf_counter()
         events = self._scheduler.commit(queued.step, result)
+        if self._strict:
+            self._scheduler.audit()
         self._steps += 1
         self._activations_used = result.activations
         self._activations_peak = max(self._activations_peak, result.activations)

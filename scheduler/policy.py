@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.pool import BlockPool, InvariantError
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult, TokenLogprobs
 from octavo.scheduler.blame import Suspects
@@ -113,6 +113,17 @@ class Scheduler:
         """Whether a request is alive and has been admitted, by this engine or an earlier one."""
         request = self._waiting.get(request_id) or self._running.get(request_id)
         return request is not None and (request.announced or request.queue_seconds is not None)
+
+    def audit(self) -> None:
+        """Raise InvariantError where a block or a slot has other owners than it should. See `BlockPool.audit`."""
+        running = self._running.values()
+        self.pool.audit(block for request in running for block in request.blocks)
+        if sorted([*self._slots, *(-1 if one.slot is None else one.slot for one in running)]) != list(
+            range(self._limits.max_rows)
+        ):
+            raise InvariantError("some slot is not either free or that of one running request")
+        if any(one.slot is not None or one.blocks or one.in_flight for one in self._waiting.values()):
+            raise InvariantError("a waiting request holds a slot or blocks")
 
     # Scheduling
 

@@ -30,8 +30,8 @@ from octavo.server.values import (
     word,
 )
 
-FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POISON"})
-"""Read by the kernels themselves, when they are compiled at first use; the last by the runner, under test."""
+FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POISON", "OCTAVO_STRICT"})
+"""Read by the kernels themselves, when they are compiled at first use; the last two by the engine, under test."""
 
 
 class SettingsError(ValueError):
