@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from octavo.model.step import Pending, RowResult, Runner, Step, StepResult
 from octavo.scheduler.channel import Channel
@@ -107,13 +107,14 @@ class _FaultyPending:
 
     def wait(self) -> StepResult:
         """Fail, or return what was computed, with failures among it."""
-        rows = self.pending.wait().rows
+        result = self.pending.wait()
+        rows = result.rows
         for fault, struck in self.faults:
             if fault.name == "wait-raises":
                 raise InjectedError(fault.name)
             if fault.name == "row-fails":
                 rows = tuple(RowResult(failed=True) if hit else row for row, hit in zip(rows, struck, strict=True))
-        return StepResult(rows)
+        return replace(result, rows=rows)
 
 
 def _strike(fault: Fault) -> None:

@@ -178,7 +178,6 @@ class Scheduler:
             draft.left_out = victim
             return False
         self._requeue(victim)
-        victim.preemptions += 1
         self.preemptions += 1
         return victim is not request
 

@@ -71,7 +71,6 @@ class Request:
 
     scored: int = 0
     """Prompt log-probabilities reported so far."""
-    preemptions: int = 0
     queue_seconds: float | None = None
     """Time from arrival to the first admission; None before it."""
     cached_tokens: int = 0

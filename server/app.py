@@ -24,7 +24,7 @@ from octavo.server.body import read
 from octavo.server.calls import ToolWriter
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
-from octavo.server.errors import APIError, answer, engine_unavailable, internal_error, invalid, queue_full
+from octavo.server.errors import APIError, answer, draining, engine_unavailable, internal_error, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS, add_health_routes
 from octavo.server.inspection import add_inspection_routes
 from octavo.server.life import Origin
@@ -114,7 +114,7 @@ class Service:
         metrics = self.client.metrics
         if self.draining:
             metrics.rejected("draining")
-            raise APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+            raise draining()
         if not self.client.alive:
             raise engine_unavailable()
         if self.client.live + generations > self.client.ready.max_num_seqs + self.max_queued_requests:
@@ -141,6 +141,7 @@ class Service:
         generations = len(prepared.prompts) * prepared.choices
         self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
         tools = isinstance(request, ChatRequest) and usable_tools(request.tools, request.tool_choice)
+        show_stop = request.include_stop_str_in_output is True
         choices: list[Choice] = []
         try:
             for prompt, limit in zip(prepared.prompts, prepared.max_tokens, strict=True):
@@ -148,7 +149,7 @@ class Service:
                     text = TextStream(
                         self.tokenizer,
                         request.stop,
-                        include_stop=bool(request.include_stop_str_in_output),
+                        include_stop=show_stop,
                         # The marks of calls may be special tokens.
                         skip_special_tokens=request.skip_special_tokens is not False and not tools,
                         # What follows a grammar begins with its first character.
@@ -159,8 +160,7 @@ class Service:
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)
                     generation.expire(self.queue_timeout, self.request_timeout)
-                    show_stop_ids = bool(request.include_stop_str_in_output)
-                    choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop_ids))
+                    choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop))
         except EngineError:
             raise engine_unavailable() from None
         return choices

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import TokenEvent
 from octavo.server.client import EngineError, Generation
-from octavo.server.errors import APIError, engine_unavailable, internal_error, queue_timed_out, request_timed_out
+from octavo.server.errors import (
+    APIError,
+    draining,
+    engine_unavailable,
+    internal_error,
+    queue_timed_out,
+    request_timed_out,
+)
 from octavo.server.text import TextDelta, TextStream
 
 log = logging.getLogger(__name__)
@@ -83,7 +90,7 @@ class Choice:
             if event.finish in ("error", "abort", "timeout"):
                 raise self._failure(event)
             if event.token is not None:
-                piece = self._feed(event)
+                piece = self._feed(event, event.token)
                 text += piece.text
                 if piece.stopped is not None:
                     self.generation.abort("stop")
@@ -95,15 +102,14 @@ class Choice:
                 return self._delta(text + last.text, event.finish, event.stop_id)
         return self._delta(text) if text else None
 
-    def _feed(self, event: TokenEvent) -> TextDelta:
-        """Take one token; the one that ended the choice has no text, unless a shown stop id."""
+    def _feed(self, event: TokenEvent, token: int) -> TextDelta:
+        """Take the token of an event; the one that ended the choice has no text, unless a shown stop id."""
         self.generated += 1
-        if event.token is not None:
-            self._ids.append(event.token)
-        if event.token is None or (event.finish == "stop" and not (event.stop_id is not None and self._show_stop_ids)):
+        self._ids.append(token)
+        if event.finish == "stop" and (event.stop_id is None or not self._show_stop_ids):
             return TextDelta()
         self._unfinished.append(event)
-        return self._release(self._text.feed((event.token,)))
+        return self._release(self._text.feed((token,)))
 
     def _release(self, piece: TextDelta) -> TextDelta:
         """Note the tokens that a piece of text completes."""
@@ -121,7 +127,7 @@ class Choice:
 
     def _failure(self, event: TokenEvent) -> APIError:
         if event.finish == "abort":
-            return APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+            return draining()
         if event.finish == "timeout":
             return request_timed_out() if self.generation.begun else queue_timed_out()
         log.error("request %d failed: %s", event.request, event.error)

@@ -15,7 +15,7 @@ from octavo.scheduler.planning import Machine
 from octavo.scheduler.sizing import memory_capacity
 from octavo.server.describing import describe, describe_trace
 from octavo.server.plan_report import facts, text
-from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Forecast, Question, forecast
+from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Question, forecast
 from octavo.server.settings import SettingsError, add_arguments, resolve
 from octavo.server.values import count, size
 
@@ -92,7 +92,7 @@ def plan(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
     """Return the exit code and the lines of `octavo plan`. Every error it raises has an exit code."""
     answer = forecast(_question(parsed, find_config(parsed.model)))
     lines = iter([json.dumps(facts(answer), indent=2)]) if parsed.json else text(answer)
-    return _exit_code(answer), lines
+    return 0 if answer.fits else 1, lines
 
 
 def describe_model(parsed: argparse.Namespace) -> Iterator[str]:
@@ -121,10 +121,6 @@ def _trace(parsed: argparse.Namespace) -> Iterator[str]:
     yield from describe(checkpoint.config, dtype.itemsize)
     yield ""
     yield from describe_trace(found, len(tokens))
-
-
-def _exit_code(answer: Forecast) -> int:
-    return 0 if answer.fits else 1
 
 
 def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:

@@ -52,6 +52,11 @@ def engine_unavailable() -> APIError:
     return APIError(503, "The engine is not running.", code="engine_dead", headers={"Retry-After": "5"})
 
 
+def draining() -> APIError:
+    """A 503 once the server has been told to end."""
+    return APIError(503, "The server is shutting down.", code="draining", headers={"Retry-After": "5"})
+
+
 def queue_full(limit: str) -> APIError:
     """A 429 while as much waits as may."""
     message = f"The queue is full ({limit}); try again later."

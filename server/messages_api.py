@@ -24,10 +24,8 @@ from octavo.server.protocol import (
     RequestModel,
     SamplingFields,
     Stop,
-    decode,
     join_text,
-    refuse_unsupported,
-    validate,
+    parse,
 )
 from octavo.server.stream import Framing, named_event
 from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message
@@ -115,20 +113,6 @@ class CountTokensRequest(RequestModel, _Conversation):
         return ChatRequest(model=self.model, messages=self.as_messages(), **self.prefill())
 
 
-def parse(body: bytes) -> MessagesRequest:
-    """Read a request body, or raise the 400 that says what is wrong with it."""
-    fields = decode(body)
-    refuse_unsupported(fields, UNSUPPORTED)
-    return validate(MessagesRequest, fields)
-
-
-def parse_count(body: bytes) -> CountTokensRequest:
-    """Read a request body, or raise the 400 that says what is wrong with it."""
-    fields = decode(body)
-    refuse_unsupported(fields, UNSUPPORTED)
-    return validate(CountTokensRequest, fields)
-
-
 def add_messages_routes(app: FastAPI, service: "Service") -> None:
     """Add POST /v1/messages and /v1/messages/count_tokens."""
 
@@ -142,12 +126,13 @@ def add_messages_routes(app: FastAPI, service: "Service") -> None:
 
 
 async def _answer(service: "Service", request: Request) -> Response:
-    body = await read(request, service.max_body_bytes, parse)
+    body = await read(request, service.max_body_bytes, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
     return await answer_chat(service, request, body.chat(), partial(MessageTeller, body))
 
 
 async def _count(service: "Service", request: Request) -> Response:
-    chat = (await read(request, service.max_body_bytes, parse_count)).chat()
+    body = await read(request, service.max_body_bytes, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
+    chat = body.chat()
     service.check_model(chat.model)
     ids = await encode_prompt(
         await render(chat, service.template),

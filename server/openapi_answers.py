@@ -33,9 +33,7 @@ USAGE = _object(
 MODEL = _object(
     id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len={"type": "integer"}
 )
-RENDERED = _object(
-    request_id=STRING, token_ids=_list(INTEGER), sampling_params={"type": "object"}, model=STRING, stream=BOOLEAN
-)
+RENDERED = _object(request_id=STRING, token_ids=_list(INTEGER), sampling_params=OBJECT, model=STRING, stream=BOOLEAN)
 
 
 def _answer(kind: str, choice: Schema) -> Schema:
@@ -68,9 +66,7 @@ ANSWERS: Mapping[str, Schema] = {
         object={"const": "response"},
         status={"enum": ["completed", "incomplete"]},
         model=STRING,
-        output=_list(
-            _object(type={"const": "message"}, role={"const": "assistant"}, content=_list({"type": "object"}))
-        ),
+        output=_list(_object(type={"const": "message"}, role={"const": "assistant"}, content=_list(OBJECT))),
         usage=_object(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER),
     ),
     "/v1/messages": _object(
@@ -106,9 +102,9 @@ ANSWERS: Mapping[str, Schema] = {
     "/info": _object(
         version=STRING,
         device=STRING,
-        model={"type": "object"},
-        limits={"type": "object"},
-        memory=_object(budget=INTEGER, buckets=_list({"type": "object"}), kv={"type": "object"}),
+        model=OBJECT,
+        limits=OBJECT,
+        memory=_object(budget=INTEGER, buckets=_list(OBJECT), kv=OBJECT),
         requests=_object(running=INTEGER, waiting=INTEGER),
     ),
 }

@@ -32,7 +32,7 @@ from octavo.scheduler.sizing import ConfigurationError
 
 MIB = 1 << 20
 COLLECTIVES_RUNTIME = 256 * MIB
-"""NCCL's buffers, likewise."""
+"""What NCCL's buffers take of each device, predicted."""
 MAX_DEVICES = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 

@@ -137,9 +137,6 @@ def join_text(value: Any, kinds: Collection[str] = ("text",)) -> Any:
     return "".join(part["text"] for part in value)
 
 
-Content = Annotated[str | None, BeforeValidator(join_text), WithJsonSchema({"type": ["string", "array", "null"]})]
-
-
 class Message(RequestModel):
     """One message of a conversation."""
 
@@ -176,7 +173,7 @@ class Conversation(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    """The fields that both endpoints share."""
+    """The fields that all endpoints which generate share."""
 
     model: str = Field(max_length=512)
     stream: bool | None = None
@@ -281,9 +278,14 @@ class DetokenizeRequest(RequestModel):
     tokens: list[TokenId]
 
 
-def parse(model: type[R], body: bytes) -> R:
-    """Read a request body, or raise the 400 that says what is wrong with it. Nothing of a large input is echoed."""
-    return validate(model, decode(body))
+def parse(model: type[R], body: bytes, unsupported: Mapping[str, tuple[Any, ...]] = {}) -> R:
+    """Read a request body, or raise the 400 that says what is wrong with it. Nothing of a large input is echoed.
+
+    `unsupported`: fields of this endpoint that are refused, beside those of all.
+    """
+    fields = decode(body)
+    refuse_unsupported(fields, unsupported)
+    return validate(model, fields)
 
 
 def decode(body: bytes) -> dict[str, Any]:

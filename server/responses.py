@@ -20,10 +20,8 @@ from octavo.server.protocol import (
     ChatRequest,
     Message,
     SamplingFields,
-    decode,
     join_text,
-    refuse_unsupported,
-    validate,
+    parse,
 )
 from octavo.server.stream import Framing, named_event
 from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message, renamed
@@ -85,19 +83,12 @@ class ResponsesRequest(SamplingFields):
         return as_chat(self, [*system, *self.input], self.max_output_tokens)
 
 
-def parse(body: bytes) -> ResponsesRequest:
-    """Read a request body, or raise the 400 that says what is wrong with it."""
-    fields = decode(body)
-    refuse_unsupported(fields, UNSUPPORTED)
-    return validate(ResponsesRequest, fields)
-
-
 def add_responses_route(app: FastAPI, service: "Service") -> None:
     """Add POST /v1/responses."""
 
     @app.post("/v1/responses", tags=["generate"], summary="Answer a text or a conversation, without state")
     async def responses(request: Request) -> Response:
-        body = await read(request, service.max_body_bytes, parse)
+        body = await read(request, service.max_body_bytes, partial(parse, ResponsesRequest, unsupported=UNSUPPORTED))
         try:
             return await answer_chat(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:

@@ -1,6 +1,6 @@
 """The attention seam: what a backend is given and what it must do.
 
-Three backends stand behind it: `reference` (plain torch, the oracle), `cpu` and, on a GPU, FlashInfer.
+Behind it stand `cpu` (C++), `fallback` (torch), on a GPU `flashinfer`, and `reference`, the oracle of the tests.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The operator seam: the dense operations of a block, which differ from device to device.
 
-On a CPU they come from a small C++ library (`native`), or from torch where there is no compiler (`fallback`).
-Every implementation is batch-invariant: a row of the result has the same bits whatever other rows are computed.
+On a CPU they come from a small C++ library (`native`), or from torch where there is no compiler (`fallback`). Both are
+batch-invariant: a row of the result has the same bits whatever other rows are computed. On a GPU (`cuda`) it has not.
 This package imports no torch at run time, so that sizes can be planned without it.
 """
 

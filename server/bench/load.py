@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from octavo.server.bench.client import Client, Record
 from octavo.server.bench.workload import Call
 
 Progress = Callable[[int, int], None]
-Send = Callable[[Call], Awaitable[None]]
+Send = Callable[[Call], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -103,9 +103,6 @@ async def _closed_loop(calls: Sequence[Call], concurrency: int, send: Send, stop
 
 
 async def _open_loop(calls: Sequence[Call], send: Send, stop: asyncio.Event, clock: Callable[[], float]) -> None:
-    async def sent(call: Call) -> None:
-        await send(call)
-
     async with asyncio.TaskGroup() as requests:
         for call in calls:
             while not stop.is_set() and (early := call.due - clock()) > 0:  # timers round, some of them down
@@ -113,4 +110,4 @@ async def _open_loop(calls: Sequence[Call], send: Send, stop: asyncio.Event, clo
                     await asyncio.wait_for(stop.wait(), early)
             if stop.is_set():
                 return
-            requests.create_task(sent(call))
+            requests.create_task(send(call))
