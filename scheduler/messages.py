@@ -53,6 +53,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """0 computes the prompt (for its log-probabilities) and generates nothing."""
     salt: bytes = b""
     """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower ones go first; among equals, the earlier."""
     grammar: str | None = None
     """What the output must follow, in the form that `scheduler/grammar.py` compiles. Needs a Vocabulary."""
     emitted: tuple[int, ...] = ()

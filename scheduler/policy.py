@@ -7,8 +7,10 @@ count as pending, and the step that computes them reads their values on the devi
 Rules it keeps:
 
 - Steps execute in the order they were scheduled: a block or slot that one step gives up is free for the next.
-- Running requests go first, in order of arrival; then waiting ones while tokens, slots and blocks last.
-- If blocks run out, the youngest request gives up its own and computes them again later: the oldest always finishes.
+- Running requests go first, in order of priority and arrival; then waiting ones, in that order too, while tokens, slots
+  and blocks last. Nobody is put back for one that waits.
+- If blocks run out, the last request in order gives up its own and computes them again later: the first always
+  finishes.
   Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
 - After a failure only suspects run, group by group, until the one to blame is found (`blame`).
@@ -28,7 +30,7 @@ from octavo.scheduler.blame import Suspects
 from octavo.scheduler.draft import Draft, Flight
 from octavo.scheduler.grammar import GrammarState, await_masks
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
-from octavo.scheduler.request import Limits, Request
+from octavo.scheduler.request import Limits, Request, line_up
 from octavo.scheduler.reuse import PrefixReuse
 
 
@@ -61,8 +63,8 @@ class Scheduler:
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._running: dict[int, Request] = {}
-        """Both by id and in order of arrival; every running request arrived before every waiting one."""
+        self._running: OrderedDict[int, Request] = OrderedDict()
+        """Both by id and in order of priority and arrival. Of one priority, no request waits for a later one."""
         self._slots = list(reversed(range(limits.max_rows)))
         self._retired: list[int] = []
         """Slots given up, of which the runner learns in the next step."""
@@ -95,7 +97,7 @@ class Scheduler:
             request.grammar, reason = grammar, grammar.failure
         if reason is not None:
             return TokenEvent(request=request.id, finish="error", error=reason)
-        self._waiting[request.id] = request
+        line_up(self._waiting, request)
         return None
 
     def abort(self, request_id: int, reason: FinishReason) -> TokenEvent | None:
@@ -154,7 +156,7 @@ class Scheduler:
                 self._add_row(request, request.slot, count, draft)
 
     def _grow(self, request: Request, slot: int, count: int, draft: Draft) -> bool:
-        """Give a running request the blocks for `count` more positions, if need be at the cost of the youngest."""
+        """Give a running request the blocks for `count` more positions, if need be at the cost of the last in order."""
         needed = self._limits.blocks_for(request.computed + count) - len(request.blocks)
         if needed <= 0:
             return True
@@ -166,9 +168,9 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request, draft: Draft) -> bool:
-        """Preempt the youngest; False if `request` cannot go on in this step.
+        """Preempt the last in order; False if `request` cannot go on in this step.
 
-        The youngest has no row in the draft: rows go to older requests first, and it is `request` or younger.
+        The last has no row in the draft: rows go to requests in order, and it is `request` or one behind it.
         """
         draft.short = True
         if draft.left_out is not None:
@@ -220,7 +222,7 @@ class Scheduler:
 
     def _admit(self, request: Request, draft: Draft) -> None:
         del self._waiting[request.id]
-        self._running[request.id] = request
+        line_up(self._running, request)
         slot = request.slot = self._slots.pop()
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival
@@ -330,7 +332,6 @@ class Scheduler:
         if culprit is None:
             return None
         self._end(culprit, "error")
-        self._end_trial()
         return culprit.announce(TokenEvent(request=culprit.id, finish="error", error=error))
 
     def _clear_suspects(self, flight: Flight) -> None:
@@ -339,22 +340,14 @@ class Scheduler:
             if request.finish is None and row.start + row.count >= request.suspect_until:
                 self._requeue(request)
                 self._suspects.clear(request)
-        self._end_trial()
-
-    def _end_trial(self) -> None:
-        """Once there are no suspects left: nobody runs then, and while they were tried requests went out of order."""
-        if not self._suspects:
-            in_order = sorted(self._waiting.values(), key=lambda waiting: (waiting.arrival, waiting.id))
-            self._waiting = OrderedDict((waiting.id, waiting) for waiting in in_order)
 
     # Leaving
 
     def _requeue(self, request: Request) -> None:
-        """Make a running request the next to be admitted."""
+        """Let a running request wait again, before all that come after it."""
         self._vacate(request)
         request.wanted = 0
-        self._waiting[request.id] = request
-        self._waiting.move_to_end(request.id, last=False)
+        line_up(self._waiting, request)
 
     def _end(self, request: Request, finish: FinishReason) -> None:
         request.finish = finish
@@ -364,7 +357,6 @@ class Scheduler:
             self._vacate(request)
         if self._suspects:
             self._suspects.clear(request)
-            self._end_trial()
 
     def _vacate(self, request: Request) -> None:
         """Take slot and blocks from a running request. Nothing else gives up either."""

@@ -1,5 +1,6 @@
 """The life of one request inside the engine."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -49,6 +50,8 @@ class Request:
     """Empty if it ignores the end of sequence."""
     arrival: float
     """Seconds on the scheduler's clock."""
+    priority: int = 0
+    """Lower ones go first."""
 
     grammar: GrammarState | None = None
     """Where it stands in the grammar that its output follows."""
@@ -91,10 +94,16 @@ class Request:
             salt=submission.salt,
             eos_ids=frozenset() if submission.params.ignore_eos else eos_ids,
             arrival=arrival,
+            priority=submission.priority,
             output=list(submission.emitted),
             scored=submission.scored,
             announced=submission.announced,
         )
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Who goes first: by priority, then by arrival."""
+        return self.priority, self.arrival, self.id
 
     def reason_to_refuse(self, max_tokens: int, limits: Limits, total_blocks: int) -> str | None:
         """Why this request could never be computed; None if it could. max_tokens: as the client asked."""
@@ -193,3 +202,16 @@ class Request:
         return msgspec.structs.replace(
             event, first=True, queue_seconds=self.queue_seconds, cached_tokens=self.cached_tokens
         )
+
+
+def line_up(queue: OrderedDict[int, Request], request: Request) -> None:
+    """Put a request into its place in a queue by id that is in order. Most places are at an end."""
+    if not queue or next(reversed(queue.values())).order < request.order:
+        queue[request.id] = request
+    elif request.order < next(iter(queue.values())).order:
+        queue[request.id] = request
+        queue.move_to_end(request.id, last=False)
+    else:
+        queue[request.id] = request
+        for other in sorted(queue.values(), key=lambda other: other.order):
+            queue.move_to_end(other.id)

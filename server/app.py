@@ -155,7 +155,9 @@ class Service:
                         # What follows a grammar begins with its first character.
                         continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
-                    generation = self.client.submit(prompt, params, limit, prepared.salt, grammar)
+                    generation = self.client.submit(
+                        prompt, params, limit, prepared.salt, grammar, request.priority or 0
+                    )
                     number = f"/{len(choices)}" if generations > 1 else ""
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)

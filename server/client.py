@@ -198,13 +198,20 @@ class EngineClient:
         max_tokens: int,
         salt: bytes = b"",
         grammar: str | None = None,
+        priority: int = 0,
     ) -> Generation:
         """Send a request to the engine, or keep it for the next one. Raises EngineError where there will be none."""
         if self.failure is not None:
             raise EngineError(str(self.failure), self.failure.exit_code)
         number = next(self._numbers)
         submission = Submission(
-            request=number, prompt=tuple(prompt), params=params, max_tokens=max_tokens, salt=salt, grammar=grammar
+            request=number,
+            prompt=tuple(prompt),
+            params=params,
+            max_tokens=max_tokens,
+            salt=salt,
+            grammar=grammar,
+            priority=priority,
         )
         generation = self._live[number] = Generation(submission, self._abort)
         self.metrics.request_started(number, len(submission.prompt))
@@ -301,7 +308,7 @@ class EngineClient:
             try:
                 process = await self._launch(lambda _: None)
             except EngineError as failed:
-                _log.error("the engine does not start: %s", failed)  # noqa: TRY400: the text says it all
+                _log.error("the engine does not start: %s", failed)
                 self._obituary.failed_to_start()
                 error = failed
             else:

@@ -47,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
-    "priority": (None, 0),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -218,6 +217,7 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    priority: int | None = Field(0, ge=-(2**31), lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

@@ -488,3 +488,33 @@ def test_decoding_after_a_long_prompt_reads_each_new_token_once(monkeypatch: pyt
     monkeypatch.setattr(Request, "tokens", counting)
     driver.finish()
     assert read == [BLOCK_SIZE] * (79 // BLOCK_SIZE)
+
+
+# Priority
+
+
+def test_requests_of_lower_number_are_admitted_first_and_equals_as_they_came() -> None:
+    driver = Driver(make_scheduler(rows=1))
+    for number, priority in enumerate([0, 5, 0, -3, 5]):
+        driver.add(submission(number, [1, 2], 2, params=PLAIN, priority=priority))
+    order = []
+    while (step := driver.launch()) is not None:
+        order += [driver.scheduler._flights[-1].requests[0].id for admission in step.admitted]
+        driver.land()
+    assert order == [3, 0, 2, 1, 4]
+
+
+def test_where_blocks_run_out_the_last_in_order_gives_way_even_if_it_came_first() -> None:
+    driver = Driver(make_scheduler(blocks=7, rows=2))
+    driver.add(submission(0, range(1, 9), max_tokens=12, params=PLAIN, priority=1))
+    launched(driver)
+    driver.land()
+    driver.add(submission(1, range(11, 19), max_tokens=12, params=PLAIN))
+    while driver.transcripts[1].finish is None:
+        launched(driver)
+        driver.land()
+    assert driver.scheduler.preemptions > 0
+    assert driver.transcripts[0].finish is None
+    driver.finish()
+    for number, prompt in ((0, range(1, 9)), (1, range(11, 19))):
+        driver.transcripts[number].check(submission(number, prompt, 12, params=PLAIN), 64)

@@ -60,9 +60,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([0, 1, 4, CONTEXT]),
         params=parameters,
         salt=st.sampled_from([b"", b"", b"s"]),
+        priority=st.sampled_from([0, 0, -1, 2]),
     )
-    def arrive(self, prompt: tuple[int, ...], max_tokens: int, params: SamplingParams, salt: bytes) -> None:
-        request = submission(len(self.requests), prompt, max_tokens, salt, params)
+    def arrive(
+        self, prompt: tuple[int, ...], max_tokens: int, params: SamplingParams, salt: bytes, priority: int
+    ) -> None:
+        request = submission(len(self.requests), prompt, max_tokens, salt, params, priority)
         self.requests[request.request] = request
         self.driver.add(request)
 

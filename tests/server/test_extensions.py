@@ -1,8 +1,12 @@
 """Fields of vLLM's that clients send beside OpenAI's."""
 
+from typing import Any
+
 import pytest
 from support.live import Live
 from support.story_engine import EOS
+
+from octavo.server.client import EngineClient, Generation
 
 Stories = dict[str, tuple[int, list[int], str]]
 USER = {"role": "user", "content": "Say something."}
@@ -94,3 +98,19 @@ def test_a26_usage_counts_what_is_left_of_a_truncated_prompt(live: Live) -> None
     ids = live.tokenizer.encode(text)
     (choice,) = live.completion(prompt=text, truncate_prompt_tokens=20, max_tokens=0, echo=True)["choices"]
     assert choice["text"] == live.tokenizer.decode(ids[-20:])
+
+
+def test_priority_reaches_the_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    submit = EngineClient.submit
+
+    def noting(self: EngineClient, *arguments: Any, **keywords: Any) -> Generation:
+        generation = submit(self, *arguments, **keywords)
+        sent.append(generation.submission.priority)
+        return generation
+
+    monkeypatch.setattr(EngineClient, "submit", noting)
+    for priority in (-7, 3, None):
+        live.completion(prompt="a", max_tokens=1, priority=priority)
+    live.chat(messages=[USER], max_tokens=1)
+    assert sent == [-7, 3, 0, 0]

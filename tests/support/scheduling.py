@@ -35,7 +35,12 @@ def next_token(tokens: Sequence[int]) -> int | None:
 
 
 def submission(
-    request: int, prompt: Iterable[int], max_tokens: int = 8, salt: bytes = b"", params: SamplingParams | None = None
+    request: int,
+    prompt: Iterable[int],
+    max_tokens: int = 8,
+    salt: bytes = b"",
+    params: SamplingParams | None = None,
+    priority: int = 0,
 ) -> Submission:
     return Submission(
         request=request,
@@ -43,6 +48,7 @@ def submission(
         max_tokens=max_tokens,
         salt=salt,
         params=params or SamplingParams(temperature=0.0),
+        priority=priority,
     )
 
 
@@ -239,7 +245,12 @@ def check(scheduler: Scheduler) -> None:
         assert set(scheduler._running.values()) <= set(scheduler._suspects.group)
         assert {suspect for group in scheduler._suspects._groups for suspect in group} <= set(requests)
     else:
-        assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
+        for priority in {request.priority for request in requests}:
+            equals = [request.order for request in requests if request.priority == priority]
+            assert equals == sorted(equals)  # no running one came later than a waiting one
+    for queue in (scheduler._running, scheduler._waiting):
+        orders = [request.order for request in queue.values()]
+        assert orders == sorted(orders)
     assert all(request.finish is None for request in requests)
     for request in scheduler._waiting.values():
         assert (request.slot, request.blocks, request.in_flight, request.pending) == (None, [], 0, 0)
