@@ -45,12 +45,14 @@ def unsigned_seed(seed: int) -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the signed 64-bit seed of one of a request's n choices; choice 0 keeps the seed unchanged."""
+    """Return the seed of one of a request's n choices; choice 0 keeps the seed unchanged.
+
+    The others have 53 bits, which survive a client whose JSON numbers are doubles and so can be sent back.
+    """
     if choice == 0:
         return seed
     counters = np.array([[choice], [0], [0], [_CHOICE_STREAM]], dtype=np.uint64)
     key = unsigned_seed(seed)
     keys = np.array([[key & 0xFFFFFFFF], [key >> 32]], dtype=np.uint64)
     words = philox4x32(counters, keys)
-    mixed = int(words[0, 0]) | int(words[1, 0]) << 32
-    return mixed - 2**64 if mixed >= 2**63 else mixed
+    return (int(words[0, 0]) | int(words[1, 0]) << 32) >> 11
