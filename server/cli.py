@@ -1,12 +1,13 @@
 """The command line: `octavo serve`, `check`, `plan`, `describe` and `bench`."""
 
 import argparse
+import difflib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
@@ -36,9 +37,30 @@ _log = logging.getLogger(__name__)
 class Parser(argparse.ArgumentParser):
     """Ends with our own exit code for a wrong command line."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments; where one is unknown, name the command, and the nearest of its options."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = _command(self, parsed.command)
+            hint = difflib.get_close_matches(unknown[0].split("=")[0], command.flags(), n=1)
+            nearest = f"; the nearest is {hint[0]}" if hint else ""
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
+        return parsed
+
+    def flags(self) -> list[str]:
+        """Every option of this parser itself."""
+        return list(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
         """Print one line and exit."""
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _command(parser: Parser, name: str) -> Parser:
+    """The parser of one command."""
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+    command: Parser = commands.choices[name]
+    return command
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -39,7 +39,9 @@ def test_version_and_help_are_quick_because_they_load_no_server() -> None:
     ("arguments", "named"),
     [
         (["serve", "--port", "x"], "--port: 'x'"),
-        (["serve", "--prot", "1"], "--prot"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot; the nearest is --port (see octavo serve --help)"),
+        (["serve", "--prot=1"], "unrecognized arguments: --prot=1; the nearest is --port (see octavo serve --help)"),
+        (["check", "--zzzz"], "unrecognized arguments: --zzzz (see octavo check --help)"),
         (["serve", "--max-model", "1"], "--max-model"),
         (["serve", "a", "b"], "unrecognized arguments: b"),
         (["server"], "server"),
