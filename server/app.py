@@ -104,7 +104,12 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise the 404 for a model that is not served."""
         if name not in self.names:
-            raise APIError(404, "The requested model is not served here.", param="model", code="model_not_found")
+            raise APIError(
+                404,
+                "The requested model is not served here; GET /v1/models lists what is.",
+                param="model",
+                code="model_not_found",
+            )
 
     def admit(self, generations: int, prompt_tokens: int = 0) -> None:
         """Raise 503 or 429 where new work cannot be taken now.

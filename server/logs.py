@@ -58,9 +58,14 @@ def log_request(life: Life) -> None:
     }
     text = (
         "request {request_id}: {finish_reason}, {prompt_tokens} prompt tokens, {cached_tokens} of them cached, "
-        "{generated_tokens} generated; queue {queue_seconds} s, first token {first_token_seconds} s, all {seconds} s"
+        "{generated_tokens} generated; queue {queue_seconds}, first token {first_token_seconds}, all {seconds}"
     )
-    _log.info("%s", text.format_map(fields), extra={"fields": fields})
+    spelt = {name: _spelt(value) if name.endswith("seconds") else value for name, value in fields.items()}
+    _log.info("%s", text.format_map(spelt), extra={"fields": fields})
+
+
+def _spelt(seconds: Any) -> str:
+    return "-" if seconds is None else f"{seconds} s"
 
 
 def _seconds(life: Life, moment: float | None) -> float | None:

@@ -125,8 +125,10 @@ def read_trace(path: Path, shape: Shape, *, chat: bool) -> list[Call]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"--trace {path}: {error}") from error
+    except OSError as error:
+        raise WorkloadError(f"--trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"--trace {path}: it is not UTF-8") from error
     calls = []
     for number, line in enumerate(lines, 1):
         if line.strip():

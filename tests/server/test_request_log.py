@@ -59,6 +59,7 @@ def test_a_request_that_never_ran_has_no_times_it_did_not_reach(caplog: pytest.L
     [record] = caplog.records
     assert (record.fields["queue_seconds"], record.fields["first_token_seconds"]) == (None, None)
     assert record.fields["finish_reason"] == "abort"
+    assert "queue -, first token -, all " in record.getMessage()
 
 
 def test_a_request_of_nobody_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
