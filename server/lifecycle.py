@@ -296,7 +296,8 @@ def _start_tracing(endpoint: str | None, metrics: Metrics) -> "Tracing | None":
         from octavo.server.tracing import Tracing  # noqa: PLC0415 - an extra, which takes long to import
     except ImportError:
         raise SettingsError(
-            "--otlp-traces-endpoint: OpenTelemetry is not installed; run pip install 'octavo[otel]'"
+            "--otlp-traces-endpoint: OpenTelemetry is not installed; run pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http"
         ) from None
     tracing = Tracing.to(endpoint)
     metrics.observers.append(tracing.hear)

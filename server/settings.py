@@ -177,7 +177,7 @@ SETTINGS = (
         HTTP,
         url,
         None,
-        "Send OpenTelemetry traces of requests there, with OTLP over HTTP. Needs the extra octavo[otel].",
+        "Send OpenTelemetry traces of requests there, with OTLP over HTTP. Needs the extra otel.",
         "URL",
     ),
     Setting(

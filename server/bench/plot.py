@@ -19,7 +19,7 @@ def check_can_plot() -> None:
     try:
         import matplotlib.backends.backend_agg  # noqa: F401, PLC0415
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install 'octavo[plot]'") from None
+        raise PlotError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def draw(path: Path, title: str, samples: Mapping[str, Samples]) -> None:
