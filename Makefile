@@ -66,11 +66,12 @@ soak: install-test
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
 
-LANES := tests/model/test_runner.py tests/model/test_parity_tiny.py tests/serving/test_invariance.py
+LANES := tests/model/test_runner.py tests/model/test_parity_tiny.py
 
 test-lanes: install-test
-	OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 OCTAVO_INVARIANCE_PROMPTS=3 $(BIN)/python -m pytest $(LANES) $(ARGS)
-	OCTAVO_KERNELS=torch OCTAVO_INVARIANCE_PROMPTS=3 $(BIN)/python -m pytest $(LANES) $(ARGS)
+	OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 OCTAVO_INVARIANCE_PROMPTS=3 \
+		$(BIN)/python -m pytest $(LANES) tests/serving/test_invariance.py $(ARGS)
+	OCTAVO_KERNELS=torch $(BIN)/python -m pytest $(LANES) $(ARGS)
 
 install: $(VENV)/.installed
 
