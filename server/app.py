@@ -106,7 +106,7 @@ class Service:
         if name not in self.names:
             raise APIError(
                 404,
-                "The requested model is not served here; GET /v1/models lists what is.",
+                "The requested model is not served here; ask for the list of models.",
                 param="model",
                 code="model_not_found",
             )
