@@ -24,7 +24,8 @@ from octavo.model.roofline import Device
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import check_batch_invariance
 from octavo.model.warmup import warm_up
-from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
+from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.model.weights.headers import tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.model.workspaces import Workspaces

@@ -31,14 +31,11 @@ TRIAL_TOKENS = 32
 
 Kind = Literal["json", "regex", "grammar", "lark"]
 
-JSON_OPTIONS: Any = {
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "whitespace_flexible": False,
-    "coerce_one_of": False,
-    "lenient": False,
-}
-"""JSON on one line, as Python's json.dumps writes it; what cannot be honoured is an error."""
+ONE_LINE: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""How JSON is written: as Python's json.dumps does it."""
+
+JSON_OPTIONS: Any = {**ONE_LINE, "coerce_one_of": False, "lenient": False}
+"""And what cannot be honoured is an error."""
 
 
 class Trial(msgspec.Struct, frozen=True):

@@ -26,11 +26,6 @@ class TextDelta:
     stopped: str | None = None
     """The stop string that ended the text."""
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens are completed, counted from the first that no earlier delta has completed."""
-        return len(self.offsets)
-
 
 class TextStream:
     """The text of one choice. Work for a token grows with its own text and the stop strings, with nothing else."""

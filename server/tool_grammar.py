@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.server.errors import invalid
+from octavo.server.grammar_worker import ONE_LINE
 from octavo.server.protocol import ChatRequest
 from octavo.server.structured import Constraint, json_text, literal
 from octavo.server.tokenizer import Tokenizer
 from octavo.server.tool_parsers import HERMES, LLAMA3_JSON, ToolFormat
 from octavo.server.tools import NamedTool, Tool, usable_tools
-
-_OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""How JSON within a grammar is written: on one line."""
 
 
 def with_calls(
@@ -100,4 +98,4 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json_text(schema | {'x-guidance': _OPTIONS})}"
+    return f"%json {json_text(schema | {'x-guidance': ONE_LINE})}"

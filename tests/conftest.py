@@ -1,1 +1,1 @@
-import support.optional  # noqa: F401  (reads a variable before any test starts a process)
+import support.tools  # noqa: F401  (reads a variable before any test starts a process)

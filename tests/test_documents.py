@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 OPERATIONS = ROOT / "docs" / "operations.md"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-    OPERATIONS,
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 

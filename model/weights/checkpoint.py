@@ -18,8 +18,6 @@ from octavo.model.weights.gguf_checkpoint import GGUFCheckpoint
 from octavo.model.weights.headers import check_format, check_shapes, source_of, tensor_shapes
 from octavo.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
-__all__ = ["Checkpoint", "Destination", "RandomCheckpoint", "load_weights", "open_checkpoint", "tensor_shapes"]
-
 SLICE_BYTES = 32 << 20
 """Upper bound of what is read at once, counted as float32. Loading holds a few such slices beside the model."""
 SLICES = 32

@@ -119,7 +119,7 @@ def wait_for_scrapes(prometheus: Prometheus, process: subprocess.Popen[bytes]) -
         while True:
             assert process.poll() is None
             assert time.monotonic() < deadline
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.TransportError, json.JSONDecodeError):  # it answers in words while it starts
                 if prometheus.query(query):
                     break
             time.sleep(0.1)

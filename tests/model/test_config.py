@@ -5,9 +5,9 @@ import torch
 from support.checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, tiny_model
 
 from octavo.model.config import ModelConfig, RopeScaling
-from octavo.model.weights.checkpoint import tensor_shapes
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.errors import CheckpointError
+from octavo.model.weights.headers import tensor_shapes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

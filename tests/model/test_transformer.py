@@ -13,7 +13,7 @@ from octavo.model.arena_layout import arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.memory import weights_bytes
 from octavo.model.transformer import Transformer
-from octavo.model.weights.checkpoint import tensor_shapes
+from octavo.model.weights.headers import tensor_shapes
 
 CPU = torch.device("cpu")
 LLAMA = ModelConfig(

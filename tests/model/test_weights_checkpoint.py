@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, edit_config, tiny_model, write_gguf
 from support.loading import loaded
 
+from octavo.model.weights import Destination
 from octavo.model.weights import checkpoint as checkpoint_module
-from octavo.model.weights.checkpoint import Destination, load_weights, open_checkpoint, tensor_shapes
+from octavo.model.weights.checkpoint import load_weights, open_checkpoint
 from octavo.model.weights.errors import CheckpointError
+from octavo.model.weights.headers import tensor_shapes
 
 # A float32 product and a float32 sum round twice; a float64 one does not.
 FLOAT32 = 2.0**-22

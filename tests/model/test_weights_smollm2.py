@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from support.checkpoints import gguf_name
 from support.loading import loaded
 
-from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes
+from octavo.model.weights.checkpoint import open_checkpoint
 from octavo.model.weights.gguf_file import GGUFFile
+from octavo.model.weights.headers import tensor_shapes
 from octavo.model.weights.locate import locate
 
 
@@ -54,7 +55,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from octavo.model.weights.checkpoint import open_checkpoint, tensor_shapes, load_weights
+from octavo.model.weights.checkpoint import load_weights, open_checkpoint
+from octavo.model.weights.headers import tensor_shapes
 from support.loading import plain_destinations
 
 def kilobytes(field):

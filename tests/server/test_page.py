@@ -10,7 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from support.daemon import Daemon, running
-from support.optional import need
+from support.tools import need
 
 CHROMIUM = shutil.which("chromium")
 KEY = "sk-page"

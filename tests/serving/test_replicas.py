@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.daemon import Daemon, running
+from support.tools import free_port
 
 from octavo.server.bench.client import Address, Client, Record
 from octavo.server.bench.load import Load
@@ -30,11 +30,6 @@ pytestmark = [
     pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed; it is optional"),
 ]
 REPLICA = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--kv-blocks", "4096")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
