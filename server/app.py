@@ -33,6 +33,7 @@ from octavo.server.metrics import CONTENT_TYPE, Metrics
 from octavo.server.openapi import document
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields, parse
+from octavo.server.rendering import Renderer
 from octavo.server.responses import add_responses_route
 from octavo.server.stream import EventStream, answer_whole
 from octavo.server.structured import GrammarCompiler, constraint_of, vocabulary_of
@@ -71,9 +72,12 @@ class Service:
     tool_call_parser: str = "auto"
     grammars: GrammarCompiler = field(init=False)
     tool_format: ToolFormat = field(init=False)
+    renderer: Renderer | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tool_format = choose_format(self.tool_call_parser, self.template, self.tokenizer)
+        waiting = self.client.ready.max_num_seqs + self.max_queued_requests
+        self.renderer = Renderer(self.template, waiting) if self.template is not None else None
         self.grammars = GrammarCompiler(vocabulary_of(self.tokenizer, self.client.ready))
 
     def open(self) -> None:
@@ -83,6 +87,8 @@ class Service:
     async def close(self) -> None:
         """End what was started beside the engine."""
         await self.grammars.close()
+        if self.renderer is not None:
+            await self.renderer.close()
 
     @property
     def fingerprint(self) -> str:
@@ -229,7 +235,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
         service.admit(body.n or 1)
-        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready, service.options)
+        prepared = await prepare_chat(body, service.tokenizer, service.renderer, service.client.ready, service.options)
         head = Head(body.model, service.fingerprint, "chatcmpl")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         shown = Shown.of(body, service.tokenizer, logprobs)

@@ -33,7 +33,7 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
     check_headers(path, engine.load_format)
     # Imported late, as for `octavo serve`: what is wrong up to here is said without waiting for torch.
     from octavo.scheduler.loading import choose, gpu_memory  # noqa: PLC0415
-    from octavo.server.template import load_template  # noqa: PLC0415
+    from octavo.server.rendering import load_template  # noqa: PLC0415
     from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
 
     tokenizer = load_tokenizer(path)

@@ -6,7 +6,6 @@ long or too much memory takes this process with it, and nothing else.
 
 import os
 import random
-import resource
 import sys
 import time
 from typing import Any, Literal
@@ -17,12 +16,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from octavo.scheduler.grammar import GrammarError, TokenizerView, compile_grammar, next_mask
 from octavo.scheduler.messages import Vocabulary
-from octavo.scheduler.process import prepare_process
+from octavo.server.confinement import answer_lines, confine
 
 ADDRESS_SPACE_BYTES = 256 << 20
-STACK_BYTES = 4 << 20
-"""Half of what the engine's main thread usually has: nesting that overflows a stack does so here first."""
-
 CPU_SECONDS = 0.25
 """What a grammar may take here, and so about what the engine spends on it."""
 
@@ -97,18 +93,11 @@ def _one_line(text: str) -> str:
 
 def main() -> None:
     """Answer trials until the server closes the pipe."""
-    prepare_process()
+    confine(ADDRESS_SPACE_BYTES)
     os.nice(5)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
-    lines = iter(sys.stdin.buffer)
-    vocabulary = msgspec.json.decode(next(lines), type=Vocabulary)
+    vocabulary = msgspec.json.decode(sys.stdin.buffer.readline(), type=Vocabulary)
     tokenizer = TokenizerView(vocabulary).tokenizer
-    for line in lines:
-        verdict = judge(msgspec.json.decode(line, type=Trial), tokenizer)
-        sys.stdout.buffer.write(msgspec.json.encode(verdict) + b"\n")
-        sys.stdout.buffer.flush()
+    answer_lines(lambda line: msgspec.json.encode(judge(msgspec.json.decode(line, type=Trial), tokenizer)))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _add_token_routes(app: FastAPI, service: "Service") -> None:
         if body.model is not None:
             service.check_model(body.model)
         if isinstance(body, TokenizeChat):
-            text, special = await render(body, service.template), body.add_special_tokens is True
+            text, special = await render(body, service.renderer), body.add_special_tokens is True
         else:
             text, special = body.prompt, body.add_special_tokens is not False
         ids = await service.tokenizer.encode_aside(text, special)
@@ -108,7 +108,7 @@ def _add_render_routes(app: FastAPI, service: "Service") -> None:
     async def render_chat(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
-        prepared = await prepare_chat(body, service.tokenizer, service.template, service.client.ready, service.options)
+        prepared = await prepare_chat(body, service.tokenizer, service.renderer, service.client.ready, service.options)
         return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
 
 

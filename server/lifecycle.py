@@ -26,10 +26,10 @@ from octavo.server.logs import INTERVAL_SECONDS, ActivityLog, log_request
 from octavo.server.metrics import Metrics
 from octavo.server.page import Page
 from octavo.server.prepare import GenerationOptions
+from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.settings import ServerSettings, Settings, SettingsError
-from octavo.server.template import load_template
 from octavo.server.tokenizer import load_tokenizer
 from octavo.server.wire import ConnectionLimits, GuardedProtocol
 

@@ -135,7 +135,7 @@ async def _count(service: "Service", request: Request) -> Response:
     chat = body.chat()
     service.check_model(chat.model)
     ids = await encode_prompt(
-        await render(chat, service.template),
+        await render(chat, service.renderer),
         service.tokenizer,
         service.client.ready.max_model_len,
         "messages",

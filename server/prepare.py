@@ -14,9 +14,9 @@ from octavo.scheduler.messages import Ready
 from octavo.server.errors import invalid
 from octavo.server.prompts import check_ids, encode_prompt, limit, needed_room, render, truncate
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from octavo.server.rendering import Renderer
 from octavo.server.restrictions import restrictions
 from octavo.server.sampling_defaults import SamplingDefaults
-from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer
 
 GREEDY_BELOW = 1e-5
@@ -110,7 +110,7 @@ async def prepare_completion(
 async def prepare_chat(
     request: ChatRequest,
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    renderer: Renderer | None,
     ready: Ready,
     options: GenerationOptions | None = None,
 ) -> Prepared:
@@ -121,7 +121,7 @@ async def prepare_chat(
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     strict = options.strict("chat")
     ids = await encode_prompt(
-        await render(request, template),
+        await render(request, renderer),
         tokenizer,
         context,
         "messages",

@@ -6,7 +6,8 @@ from typing import Any
 
 from octavo.server.errors import APIError, invalid
 from octavo.server.protocol import Conversation, SamplingFields
-from octavo.server.template import ChatTemplate, TemplateRequestError
+from octavo.server.rendering import Renderer, conversation
+from octavo.server.template import TemplateRequestError
 from octavo.server.tokenizer import Tokenizer
 from octavo.server.tools import describe, usable_tools
 
@@ -16,18 +17,22 @@ RESERVED_NAMES = frozenset(
 """What `chat_template_kwargs` must not set."""
 
 
-async def render(request: Conversation, template: ChatTemplate | None) -> str:
-    """Return a conversation as the model's template writes it. Raises APIError (400)."""
-    if template is None:
+async def render(request: Conversation, renderer: Renderer | None) -> str:
+    """Return a conversation as the model's template writes it. Raises APIError (400, 429)."""
+    if renderer is None:
         raise invalid(
             "messages",
             "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
             "unsupported_parameter",
         )
-    return await asyncio.to_thread(_render, template, request)
+    question = await asyncio.to_thread(_question, request, knows_tools=renderer.template.knows_tools)
+    try:
+        return await renderer.render(question)
+    except TemplateRequestError as error:
+        raise invalid("messages", f"The chat template refuses this conversation: {error}") from None
 
 
-def _render(template: ChatTemplate, request: Conversation) -> str:
+def _question(request: Conversation, *, knows_tools: bool) -> bytes:
     extra: Mapping[str, Any] = request.chat_template_kwargs or {}
     reserved = RESERVED_NAMES & extra.keys()
     if reserved:
@@ -38,18 +43,17 @@ def _render(template: ChatTemplate, request: Conversation) -> str:
         raise invalid("continue_final_message", "'continue_final_message' excludes 'add_generation_prompt'.")
     messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(request.messages)]
     tools = [tool.for_template() for tool in usable_tools(request.tools, request.tool_choice)]
-    if not template.knows_tools:
+    if not knows_tools:
         messages, tools = describe(messages, tools), []
+    options = {
+        "tools": tools or None,
+        "add_generation_prompt": opens_answer and not continued,
+        "continue_final_message": continued,
+    }
     try:
-        return template.render(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=opens_answer and not continued,
-            continue_final_message=continued,
-            **extra,
-        )
-    except TemplateRequestError as error:
-        raise invalid("messages", f"The chat template refuses this conversation: {error}") from None
+        return conversation(messages, **options, **extra)
+    except UnicodeEncodeError:
+        raise invalid("messages", "Invalid 'messages': a text holds half of a surrogate pair.") from None
 
 
 async def encode_prompt(

@@ -4,8 +4,6 @@ A grammar is tried out in a process of its own (`server/grammar_worker.py`), kil
 the engine hears of it. Verdicts are kept, good and bad, up to a number of bytes.
 """
 
-import asyncio
-import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.scheduler.grammar import MAX_GRAMMAR_BYTES
 from octavo.scheduler.messages import Ready, Vocabulary
-from octavo.server.errors import invalid, queue_full
+from octavo.server.errors import invalid
 from octavo.server.grammar_worker import Kind, Trial, Verdict
 from octavo.server.tokenizer import Tokenizer
+from octavo.server.workers import WorkerDiedError, WorkerPool, WorkerTimeoutError
 
 WORKER_COMMAND = (sys.executable, "-m", "octavo.server.grammar_worker")
 WORKER_SECONDS = 5.0
@@ -147,12 +146,11 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.vocabulary = vocabulary
-        self._command = command
+        self.pool = WorkerPool(
+            command, msgspec.json.encode(vocabulary), workers=WORKERS, max_waiting=MAX_WAITING, subject="grammars"
+        )
         self._cache: OrderedDict[tuple[Kind, str], Verdict] = OrderedDict()
         self.cached_bytes = 0
-        self._turns = asyncio.Semaphore(WORKERS)
-        self._waiting = 0
-        self._idle: list[_Worker] = []
 
     async def compile(self, constraint: Constraint) -> str:
         """Return the grammar that the engine follows. Raises APIError: 400 for one that cannot be used, or 429."""
@@ -174,33 +172,16 @@ class GrammarCompiler:
 
     async def close(self) -> None:
         """End the workers."""
-        while self._idle:
-            await self._idle.pop().end()
+        await self.pool.close()
 
     async def _try(self, trial: Trial) -> Verdict:
-        if self._waiting >= MAX_WAITING:
-            raise queue_full(f"{MAX_WAITING} grammars")
-        self._waiting += 1
         try:
-            async with self._turns:
-                return await self._ask(trial)
-        finally:
-            self._waiting -= 1
-
-    async def _ask(self, trial: Trial) -> Verdict:
-        worker = self._idle.pop() if self._idle else await _Worker.start(self._command, self.vocabulary)
-        try:
-            verdict = await asyncio.wait_for(worker.ask(trial), WORKER_SECONDS)
-        except TimeoutError:
-            verdict = Verdict(error=f"it is too complex: compiling it takes more than {WORKER_SECONDS:g} s")
-        except (OSError, asyncio.IncompleteReadError):
-            verdict = Verdict(error="it is too complex: compiling it takes too much memory")
-        finally:
-            if worker.intact:
-                self._idle.append(worker)
-            else:
-                await worker.end()
-        return verdict
+            answer = await self.pool.ask(msgspec.json.encode(trial), WORKER_SECONDS)
+        except WorkerTimeoutError:
+            return Verdict(error=f"it is too complex: compiling it takes more than {WORKER_SECONDS:g} s")
+        except WorkerDiedError:
+            return Verdict(error="it is too complex: compiling it takes too much memory")
+        return msgspec.json.decode(answer, type=Verdict)
 
     def _keep(self, key: tuple[Kind, str], verdict: Verdict) -> None:
         self._cache[key] = verdict
@@ -211,48 +192,3 @@ class GrammarCompiler:
 
 def _size(key: tuple[Kind, str], verdict: Verdict) -> int:
     return len(key[1].encode()) + len(verdict.grammar.encode()) + len(verdict.error.encode()) + _OVERHEAD_BYTES
-
-
-class _Worker:
-    """One process that tries grammars, one at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.intact = False
-        """Whether the last question was answered."""
-
-    @classmethod
-    async def start(cls, command: Sequence[str], vocabulary: Vocabulary) -> "_Worker":
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=4 * MAX_GRAMMAR_BYTES,
-            start_new_session=True,
-        )
-        worker = cls(process)
-        await worker._write(vocabulary)
-        return worker
-
-    async def ask(self, trial: Trial) -> Verdict:
-        """Try one grammar. Raises OSError or IncompleteReadError where the process has died of it."""
-        self.intact = False
-        await self._write(trial)
-        if self._process.stdout is None:
-            raise BrokenPipeError
-        verdict = msgspec.json.decode(await self._process.stdout.readuntil(b"\n"), type=Verdict)
-        self.intact = True
-        return verdict
-
-    async def end(self) -> None:
-        """Kill the process and see that it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.communicate()
-
-    async def _write(self, message: Vocabulary | Trial) -> None:
-        if self._process.stdin is None:
-            raise BrokenPipeError
-        self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-        await self._process.stdin.drain()

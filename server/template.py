@@ -1,22 +1,20 @@
 """Chat templates: a conversation to the text that the model was trained to continue.
 
 A template is a program that comes with the model. It runs in Jinja's sandbox, with the functions and options that
-Hugging Face transformers gives it, because templates are written against those.
+Hugging Face transformers gives it, because templates are written against those. `server/rendering.py` runs it in
+processes that can be killed.
 """
 
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from octavo.server.tokenizer import Tokenizer
 
 _MARK = "<end of the text to be continued> "
 """Ends in a space, so that its loss shows whether the template trims messages."""
@@ -37,18 +35,29 @@ class ChatTemplate:
     """A compiled template of one model."""
 
     def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
-        """Compile `source`. Raises TemplateError."""
+        """Parse `source`; compiling it can take as long and as much memory as running it. Raises TemplateError."""
+        self._environment = _environment()
+        self._template: jinja2.Template | None = None
         try:
-            self._template = _environment().from_string(source)
+            tree = self._environment.parse(source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise TemplateError(f"the chat template cannot be compiled{line}: {_one_line(error)}") from None
+            raise _not_compiled(error) from None
+        self.bos_token, self.eos_token = bos_token, eos_token
         special = {"bos_token": bos_token, "eos_token": eos_token}
         self._special = {name: token for name, token in special.items() if token is not None}
         self.source = source
         self._knows_developer = "developer" in source
-        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(source))
+        self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         """Whether it writes tools, calls and their results itself."""
+
+    def compile(self) -> jinja2.Template:
+        """Compile it, once. Raises TemplateError."""
+        if self._template is None:
+            try:
+                self._template = self._environment.from_string(self.source)
+            except Exception as error:  # constants are computed here, and can fail like any program
+                raise _not_compiled(error) from None
+        return self._template
 
     def render(
         self,
@@ -69,8 +78,9 @@ class ChatTemplate:
         opens_answer = add_generation_prompt and not continue_final_message
         final = _mark_final(conversation) if continue_final_message else ""
         names = self._special | variables | {"messages": conversation, "tools": tools, "documents": None}
+        template = self.compile()
         try:
-            text = self._template.render(names | {"add_generation_prompt": opens_answer})
+            text = template.render(names | {"add_generation_prompt": opens_answer})
         except Exception as error:  # a template can fail in as many ways as any program
             raise TemplateRequestError(_one_line(error)) from None
         return _cut_at_mark(text, final) if continue_final_message else text
@@ -81,15 +91,6 @@ class ChatTemplate:
         if copy.get("role") == "developer" and not self._knows_developer:
             copy["role"] = "system"
         return copy
-
-
-def load_template(file: Path | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in a file, or else the model's own, if it has one. Raises TemplateError."""
-    try:
-        source = tokenizer.chat_template if file is None else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"--chat-template {file}: {error}") from error
-    return ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source is not None else None
 
 
 def _mark_final(conversation: list[dict[str, Any]]) -> str:
@@ -149,6 +150,11 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().astimezone().strftime(pattern)
+
+
+def _not_compiled(error: Exception) -> TemplateError:
+    line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return TemplateError(f"the chat template cannot be compiled{line}: {_one_line(error)}")
 
 
 def _one_line(error: BaseException) -> str:

@@ -62,7 +62,7 @@ async def answer_chat(
     """Run a chat and answer, whole or as a stream. Raises APIError."""
     service.check_model(chat.model)
     service.admit(1)
-    prepared = await prepare_chat(chat, service.tokenizer, service.template, service.client.ready, service.options)
+    prepared = await prepare_chat(chat, service.tokenizer, service.renderer, service.client.ready, service.options)
     told = teller(prepared)
     origin = Origin.of(request, "chat", chat.model)
     choices = service.start(chat, prepared, await service.grammar(chat), origin)

@@ -16,7 +16,6 @@ from support.vocabularies import smollm2
 
 from octavo.server import protocol, wire
 from octavo.server.protocol import CompletionRequest
-from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer
 
 MEGABYTE = 1 << 20
@@ -161,7 +160,6 @@ def test_a_text_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None
     [
         (Tokenizer, "encode", "/v1/completions", {"prompt": "a " * 4000}),
         (Tokenizer, "encode", "/tokenize", {"prompt": "a " * 100_000}),
-        (ChatTemplate, "render", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         (CompletionRequest, "model_validate", "/v1/completions", {"prompt": [5] * 50_000}),
     ],
 )

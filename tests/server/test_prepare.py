@@ -14,6 +14,7 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.server.errors import APIError
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, parse
+from octavo.server.rendering import Renderer
 from octavo.server.sampling_defaults import SamplingDefaults, choose_sampling_defaults, model_sampling_defaults
 from octavo.server.template import ChatTemplate
 
@@ -30,7 +31,15 @@ def completion(options: GenerationOptions | None = None, **fields: object) -> Pr
 
 def chat(options: GenerationOptions | None = None, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a b c"}], **fields}).encode()
-    return asyncio.run(prepare_chat(parse(ChatRequest, body), smollm2(), TEMPLATE, READY, options))
+
+    async def prepare() -> Prepared:
+        renderer = Renderer(TEMPLATE)
+        try:
+            return await prepare_chat(parse(ChatRequest, body), smollm2(), renderer, READY, options)
+        finally:
+            await renderer.close()
+
+    return asyncio.run(prepare())
 
 
 def refusal(call: object, *arguments: object, **fields: object) -> APIError:

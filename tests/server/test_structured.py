@@ -119,7 +119,7 @@ def test_f02_a_grammar_that_takes_too_long_is_given_up_and_delays_no_other(
 
         await compiler.compile(Constraint("regex", "a+", "the_field"))  # so that a worker is there
         await asyncio.gather(quick(), endless())
-        workers = compiler._idle
+        workers = compiler.pool.idle
         assert all(worker.intact for worker in workers)
         await compiler.compile(Constraint("regex", "c+", "the_field"))
 
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(vocabulary: Vocabulary, tmp_pa
     async def work(compiler: GrammarCompiler) -> None:
         assert "too much memory" in await refusal(compiler, "regex", "a")
         assert "too much memory" in await refusal(compiler, "regex", "a")
-        assert not compiler._idle
+        assert not compiler.pool.idle
 
     run(vocabulary, work, sys.executable, str(script))
 

@@ -1,0 +1,129 @@
+"""Processes that work for the server and can be killed: each answers one line with one line.
+
+What a client or a checkpoint decides the cost of runs here: grammars and chat templates.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+
+from octavo.server.errors import queue_full
+
+LINE_BYTES = 9 << 20
+"""The longest answer of a worker."""
+
+
+class WorkerTimeoutError(Exception):
+    """A worker took too long and was killed."""
+
+
+class WorkerDiedError(Exception):
+    """A worker ended, or answered more than it may."""
+
+
+class WorkerPool:
+    """A few processes of one kind, started as they are needed; each question has one to itself."""
+
+    def __init__(self, command: Sequence[str], opening: bytes, *, workers: int, max_waiting: int, subject: str) -> None:
+        """`opening` is the line that a new worker is sent first; `subject` is what those who wait bring."""
+        self._command = command
+        self._opening = opening
+        self._turns = asyncio.Semaphore(workers)
+        self._max_waiting = max_waiting
+        self._subject = subject
+        self._waiting = 0
+        self.idle: list[Worker] = []
+
+    async def ask(self, question: bytes, seconds: float) -> bytes:
+        """Return the answer to a line. Raises WorkerTimeoutError, WorkerDiedError, or APIError (429) if many wait."""
+        if self._waiting >= self._max_waiting:
+            raise queue_full(f"{self._max_waiting} {self._subject}")
+        self._waiting += 1
+        try:
+            async with self._turns:
+                return await self._ask(question, seconds)
+        finally:
+            self._waiting -= 1
+
+    async def _ask(self, question: bytes, seconds: float) -> bytes:
+        alive = (worker for worker in iter(self._pop, None) if worker.alive)
+        worker = next(alive, None) or await Worker.start(self._command)
+        try:
+            return await asyncio.wait_for(worker.ask(question, self._opening), seconds)
+        except TimeoutError:
+            raise WorkerTimeoutError from None
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            raise WorkerDiedError from None
+        finally:
+            if worker.intact:
+                self.idle.append(worker)
+            else:
+                await worker.end()
+
+    def _pop(self) -> "Worker | None":
+        return self.idle.pop() if self.idle else None
+
+    async def close(self) -> None:
+        """End the workers."""
+        while worker := self._pop():
+            await worker.end()
+
+
+class Worker:
+    """One process, which answers one line at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._opened = False
+        self.intact = False
+        """Whether the last question was answered."""
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> "Worker":
+        """Start a process, without the server's own variables: a key may be among them."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=LINE_BYTES,
+            start_new_session=True,
+            env=environment(),
+        )
+        return cls(process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended, as far as is known."""
+        return self._process.returncode is None
+
+    async def ask(self, question: bytes, opening: bytes) -> bytes:
+        """Return the answer to a line. Raises OSError or IncompleteReadError where the process has died of it."""
+        self.intact = False
+        if not self._opened:
+            await self._write(opening)
+            self._opened = True
+        await self._write(question)
+        if self._process.stdout is None:
+            raise BrokenPipeError
+        answer = await self._process.stdout.readuntil(b"\n")
+        self.intact = True
+        return answer
+
+    async def end(self) -> None:
+        """Kill the process and see that it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+    async def _write(self, line: bytes) -> None:
+        if self._process.stdin is None:
+            raise BrokenPipeError
+        self._process.stdin.write(line + b"\n")
+        await self._process.stdin.drain()
+
+
+def environment() -> dict[str, str]:
+    """The variables that a worker may know."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
