@@ -1,5 +1,6 @@
 """The checker of histories must notice what it is there for: each class here breaks one invariant of a real run."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ class PassesOver(Scheduler):
     def _continue_running(self, draft: Draft) -> None:
         unlucky = {number: self._running.pop(number) for number in list(self._running) if number % 100 == 0}
         super()._continue_running(draft)
-        self._running = dict(sorted({**self._running, **unlucky}.items()))
+        self._running = OrderedDict(sorted({**self._running, **unlucky}.items()))
 
 
 class DependsOnNeighbours(SoakRunner):

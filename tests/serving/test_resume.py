@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import tiny_model
-from support.live import Live, live_server
+from support.live import Live, answer, live_server
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.revival import RestartPolicy
@@ -37,29 +37,6 @@ def requests(count: int, max_tokens: int) -> list[dict[str, object]]:
         }
         for number in range(count)
     ]
-
-
-def answer(live: Live, request: dict[str, object], *, stream: bool) -> object:
-    """Text, tokens, log-probabilities, finish and usage of every choice."""
-    if not stream:
-        body = live.completion(**request)
-        choices = {choice["index"]: choice for choice in body["choices"]}
-        logprobs = {index: choice["logprobs"] for index, choice in choices.items()}
-        texts = {index: (choice["text"], choice["finish_reason"]) for index, choice in choices.items()}
-        return texts, logprobs, body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
-    chunks = live.stream("/v1/completions", **request, stream_options={"include_usage": True})
-    texts, logprobs = {}, {}
-    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        index, found = choice["index"], choice["logprobs"]
-        texts[index] = (texts.get(index, ("", None))[0] + choice["text"], choice["finish_reason"])
-        if found is not None:
-            known = logprobs.setdefault(index, {name: [] for name in found})
-            for name, values in found.items():
-                known[name] += values
-        else:
-            logprobs.setdefault(index, None)
-    usage = chunks[-1]["usage"]
-    return texts, logprobs, usage["prompt_tokens"], usage["completion_tokens"]
 
 
 class Killer(threading.Thread):

@@ -3,16 +3,31 @@
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
+from support.checkpoints import tiny_model
 from support.history import INVARIANTS
+from support.live import live_server, story_command
 from support.soak import FAULTS, STEP_SECONDS, Soak, slope
+from support.socket_soak import DEATHS, Clients, at_rest, faults, recorded
+
+from octavo.scheduler.messages import EngineConfig
+from octavo.server.client import ENGINE_COMMAND
+from octavo.server.revival import RestartPolicy
 
 log = logging.getLogger("soak")
 
 REQUESTS = int(os.environ.get("OCTAVO_SOAK_REQUESTS", "2000"))
 PERIOD = int(os.environ.get("OCTAVO_SOAK_PERIOD", "20"))
 """Every so many requests there is a fault."""
+SOCKET_REQUESTS = int(os.environ.get("OCTAVO_SOAK_SOCKET_REQUESTS", "120"))
+SOCKET_PERIOD = int(os.environ.get("OCTAVO_SOAK_SOCKET_PERIOD", "8"))
+SOCKET_DEATHS = int(os.environ.get("OCTAVO_SOAK_SOCKET_DEATHS", "2"))
+"""Engines of a model that die; of a scripted one, which starts at once, one of each kind does."""
+OFTEN = RestartPolicy(deaths=1_000_000, delays=(0.05,), stall_seconds=5)
 ENOUGH_TO_MEASURE = 100_000
 WARM_UP = 0.2
 """Share of the requests."""
@@ -22,6 +37,7 @@ WARM_UP = 0.2
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Faults are logged, and pytest keeps what is logged: in a long run that would be a leak of its own."""
     caplog.set_level(logging.CRITICAL, logger="octavo")
+    caplog.set_level(logging.WARNING, logger="httpx")
     caplog.set_level(logging.INFO, logger="soak")
 
 
@@ -52,3 +68,57 @@ def test_the_slope_is_that_of_most_pairs() -> None:
 
 def test_every_invariant_is_named() -> None:
     assert list(INVARIANTS) == [f"I{number}" for number in range(1, 13)]
+
+
+def soak_over_sockets(config: EngineConfig, command: Sequence[str], deaths: int) -> None:
+    """Serve on sockets while `deaths` engines die, beside one that computes one request at a time, undisturbed."""
+    breaking = msgspec.structs.replace(config, fault=faults(deaths, steps=max(SOCKET_REQUESTS // 100, 30)))
+    unbatched = msgspec.structs.replace(config, max_num_seqs=1, prefix_caching=False, kv_blocks=64)
+    with (
+        live_server(unbatched, command=command) as alone,
+        live_server(breaking, command=command, policy=OFTEN) as live,
+    ):
+        clients = Clients(live, alone, SOCKET_PERIOD)
+        checker, metrics = clients.checker, live.service.client.metrics
+        base = at_rest()
+        with recorded(live.service.client, checker):
+            clients.run(SOCKET_REQUESTS)
+            checker.recovered(base, at_rest())
+        checker.totals(metrics.prompt_tokens, metrics.generated_tokens)
+        checker.require("I2", metrics.stats.blocks_referenced == 0, metrics.stats)
+        checker.require("I4", checker.live == 0, checker.live)
+        log.info(
+            "%d requests over sockets, by the clients: %s, engine faults: %d that kill, %d steps undone, "
+            "%d preemptions; %d violations",
+            *(SOCKET_REQUESTS, dict(clients.did), metrics.engine_restarts, metrics._total("failed_steps_total")),
+            *(metrics._total("preemptions_total"), checker.found.total()),
+        )
+        assert checker.found == Counter(), checker.examples
+        assert metrics.engine_restarts == deaths
+        assert metrics._total("failed_steps_total") > 0
+        assert len(clients.did) == 5
+
+
+@pytest.fixture
+def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_STRICT", "1")
+
+
+@pytest.mark.usefixtures("_strict")
+def test_requests_over_sockets_to_a_scripted_engine(tmp_path: Path) -> None:
+    config = EngineConfig(model="smollm2", max_num_seqs=8, kv_blocks=20, max_model_len=256)
+    soak_over_sockets(config, story_command(tmp_path, {}), len(DEATHS))
+
+
+@pytest.mark.usefixtures("_strict")
+def test_requests_over_sockets_to_a_tiny_model(tmp_path: Path) -> None:
+    tiny_model(tmp_path, "llama", vocabulary=49_152, max_context=256)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", max_num_seqs=8, kv_blocks=20)
+    soak_over_sockets(config, ENGINE_COMMAND, SOCKET_DEATHS)
+
+
+@pytest.mark.endurance
+@pytest.mark.usefixtures("_strict")
+def test_requests_over_sockets_to_smollm2() -> None:
+    config = EngineConfig(model="smollm2", max_num_seqs=8, kv_blocks=20, max_model_len=256)
+    soak_over_sockets(config, ENGINE_COMMAND, SOCKET_DEATHS)

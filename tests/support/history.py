@@ -13,6 +13,7 @@ from typing import Any
 from octavo.kvcache.pool import BlockPool
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import EngineStats, FinishReason, Submission, TokenEvent
+from octavo.server.life import Life
 
 INVARIANTS = {
     "I1": "every block is free, cached or referenced, and only one of these",
@@ -77,7 +78,7 @@ class Surroundings:
         return cls(
             tuple(sorted(listening.intersection(own))),
             len(own) if descriptors else 0,
-            len(Path("/proc/thread-self/children").read_text().split()),
+            sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children")),
             tuple(sorted(path.name for path in SHARED_MEMORY.iterdir() if "octavo" in path.name)),
         )
 
@@ -92,8 +93,11 @@ class _Told:
 class Checker:
     """Takes in a history. `found` counts what contradicts each invariant; `examples` has the first of each in words."""
 
-    def __init__(self, alone: Alone, marker: Callable[[Submission], int] | None = None, shift: int = 4) -> None:
-        """`alone`: what a request yields by itself. `marker`: what its tokens show above their `shift` lowest bits."""
+    def __init__(self, alone: Alone | None, marker: Callable[[Submission], int] | None = None, shift: int = 4) -> None:
+        """`alone`: what a request yields by itself; None: somebody else compares.
+
+        `marker`: what its tokens show above their `shift` lowest bits.
+        """
         self.found: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self.finished: Counter[str] = Counter()
@@ -137,10 +141,11 @@ class Checker:
         if event.finish is not None:
             self.finished[event.finish] += 1
             del self._live[event.request]
-            self._compare(told, event.finish)
+            if self._alone is not None:
+                self._compare(told, event.finish, self._alone)
 
-    def _compare(self, told: _Told, finish: FinishReason) -> None:
-        expected, end = self._alone(told.submission)
+    def _compare(self, told: _Told, finish: FinishReason, alone: Alone) -> None:
+        expected, end = alone(told.submission)
         cut = finish in ("abort", "timeout")
         same = list(told.yielded) == list(expected[: len(told.yielded)] if cut else expected)
         self.require("I7", same and (cut or finish == end), (told, expected, finish, end))
@@ -191,6 +196,16 @@ class Checker:
         """What the metrics say."""
         told = (self.prompt_tokens, self.generated_tokens)
         self.require("I9", told == (prompt_tokens, generated_tokens), (told, prompt_tokens, generated_tokens))
+
+    def lived(self, life: Life) -> None:
+        """A request is over, say the metrics."""
+        if life.finish in ("stop", "length") and life.first_token is not None and life.admitted is not None:
+            parts = (
+                life.admitted - life.submitted,
+                life.first_token - life.admitted,
+                life.last_token - life.first_token,
+            )
+            self.lasted(parts, life.ended - life.submitted)
 
     def lasted(self, parts: Sequence[float], whole: float) -> None:
         """Seconds: of queue, prefill and decode, and of the request that ended of itself."""

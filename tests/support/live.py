@@ -84,6 +84,29 @@ class Live:
         raise AssertionError(f"no sample {name}")
 
 
+def answer(live: Live, request: dict[str, object], *, stream: bool) -> object:
+    """Text, tokens, log-probabilities, finish and usage of every choice."""
+    if not stream:
+        body = live.completion(**request)
+        choices = {choice["index"]: choice for choice in body["choices"]}
+        logprobs = {index: choice["logprobs"] for index, choice in choices.items()}
+        texts = {index: (choice["text"], choice["finish_reason"]) for index, choice in choices.items()}
+        return texts, logprobs, body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+    chunks = live.stream("/v1/completions", **request, stream_options={"include_usage": True})
+    texts, logprobs = {}, {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        index, found = choice["index"], choice["logprobs"]
+        texts[index] = (texts.get(index, ("", None))[0] + choice["text"], choice["finish_reason"])
+        if found is not None:
+            known = logprobs.setdefault(index, {name: [] for name in found})
+            for name, values in found.items():
+                known[name] += values
+        else:
+            logprobs.setdefault(index, None)
+    usage = chunks[-1]["usage"]
+    return texts, logprobs, usage["prompt_tokens"], usage["completion_tokens"]
+
+
 def story_command(directory: Path, stories: dict[int, Sequence[int]]) -> tuple[str, ...]:
     """The command of an engine that tells these stories."""
     path = directory / "stories.json"

@@ -35,7 +35,6 @@ from octavo.scheduler.messages import (
 from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.request import Limits
 from octavo.server.client import Generation
-from octavo.server.life import Life
 from octavo.server.metrics import Metrics
 
 VOCABULARY = 1 << 16
@@ -146,7 +145,7 @@ class Soak:
         self.timers: list[tuple[float, int, bool]] = []
         self.outbox: list[ToEngine] = []
         self.metrics = Metrics(clock=lambda: self.now)
-        self.metrics.observers.append(self.lived)
+        self.metrics.observers.append(self.checker.lived)
         self.resident: list[tuple[float, float]] = []
         self.preemptions = self.lives = 0
         self.surroundings = Surroundings.now()
@@ -263,15 +262,6 @@ class Soak:
         except StopIteration as done:
             piece = [event.token for event in done.value if event.token is not None]
             self.pieces.setdefault(generation.request, []).append(piece)
-
-    def lived(self, life: Life) -> None:
-        if life.finish in ("stop", "length") and life.first_token is not None and life.admitted is not None:
-            parts = (
-                life.admitted - life.submitted,
-                life.first_token - life.admitted,
-                life.last_token - life.first_token,
-            )
-            self.checker.lasted(parts, life.ended - life.submitted)
 
     def submit(self) -> None:
         self.submitted += 1
