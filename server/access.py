@@ -13,6 +13,7 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import APIError, answer
+from octavo.server.messages_api import refusal
 
 HOST = re.compile(rb"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -42,7 +43,8 @@ class HostCheck:
             await self._app(scope, receive, send)
         else:
             error = APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
-            await answer(error)(scope, receive, send)
+            answering = refusal if scope["path"].startswith("/v1/messages") else answer
+            await answering(error)(scope, receive, send)
 
 
 class Authentication:
@@ -61,7 +63,7 @@ class Authentication:
         else:
             error = APIError(
                 401,
-                "A valid API key is needed: send the header 'Authorization: Bearer KEY'.",
+                "A valid API key is needed: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

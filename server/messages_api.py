@@ -150,8 +150,12 @@ async def _told(work: Awaitable[Response]) -> Response:
     try:
         return await work
     except APIError as error:
-        status = OVERLOADED if error.status == 503 else error.status
-        return JSONResponse(envelope(error), status, error.headers)
+        return refusal(error)
+
+
+def refusal(error: APIError) -> JSONResponse:
+    """The response that says so, in Anthropic's shape."""
+    return JSONResponse(envelope(error), OVERLOADED if error.status == 503 else error.status, error.headers)
 
 
 def envelope(error: APIError) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def test_a28_paths_that_are_no_routes_need_a_key_too(locked: Live) -> None:
         assert b"smollm2" not in response
 
 
+def test_messages_are_refused_in_the_shape_of_their_own_api(locked: Live) -> None:
+    error = httpx.post(f"{locked.url}/v1/messages", json={}).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+
+
 def test_each_key_opens_every_route(locked: Live) -> None:
     for headers in (
         {"Authorization": f"Bearer {KEY}"},

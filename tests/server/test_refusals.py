@@ -164,6 +164,9 @@ def test_a15_a_giant_list_of_prompts_is_refused(live: Live) -> None:
         ("guided_json", {"type": "object"}),
         ("use_beam_search", True),
         ("logprob_token_ids", [5]),
+        ("repeat_penalty", 1.1),
+        ("n_predict", 5),
+        ("options", {"num_ctx": 2048}),
     ],
 )
 def test_a17_what_is_not_built_is_refused_not_ignored(live: Live, field: str, value: object) -> None:
