@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import APIError, answer
@@ -43,8 +44,7 @@ class HostCheck:
             await self._app(scope, receive, send)
         else:
             error = APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
-            answering = refusal if scope["path"].startswith("/v1/messages") else answer
-            await answering(error)(scope, receive, send)
+            await _response(error, scope)(scope, receive, send)
 
 
 class Authentication:
@@ -67,7 +67,7 @@ class Authentication:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await answer(error)(scope, receive, send)
+            await _response(error, scope)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         path = scope["path"]
@@ -75,6 +75,11 @@ class Authentication:
             return True
         keys = self._metrics_keys if path == "/metrics" else self._keys
         return not keys or _is_among(_given_key(scope), keys)
+
+
+def _response(error: APIError, scope: Scope) -> Response:
+    """The refusal in the shape of the API that was called."""
+    return refusal(error) if scope["path"].startswith("/v1/messages") else answer(error)
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
