@@ -121,3 +121,11 @@ def test_files_are_not_served_cve_2025_62727(attacked: Attacked) -> None:
     for path in ("/../../etc/passwd", "/page.html/..%2f..%2fetc/passwd", "/static/../app.py"):
         answer = exchange(attacked.url, b"GET " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert status_of(answer) == 404
+
+
+def test_half_a_surrogate_pair_within_the_arguments_of_a_call_is_refused(attacked: Attacked) -> None:
+    """Arguments are JSON within JSON: what the body's own parser refuses can hide there."""
+    function = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    refused = attacked.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}, call])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
