@@ -196,7 +196,7 @@ class OtherOrder:
     """A product of one row that adds from the other end: what a library's special case for one row looks like."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self.out_features, self.in_features, self.nbytes = linear.out_features, linear.in_features, linear.nbytes
         self._weight, self._linear = weight, linear
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
