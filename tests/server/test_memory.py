@@ -1,9 +1,9 @@
+import mmap
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 from support.scripted_engine import ready as scripted_ready
 
 from octavo.scheduler.messages import EngineConfig, EngineStats, MemoryLine
@@ -34,10 +34,11 @@ def test_the_buckets_of_the_device_are_as_the_engine_reports_them() -> None:
 
 def test_what_the_processes_hold_beside_the_buckets_is_measured_and_its_peak_kept() -> None:
     accounts = accounts_of_a_running_engine()
-    ballast = np.ones(1 << 25, dtype=np.uint8)
-    *_, full_runtime, full_host = accounts.lines(STATS)
-    size = ballast.nbytes
-    del ballast
+    size = 1 << 25
+    # Memory that goes back to the system for certain: what malloc gave, a process may keep for itself.
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as ballast:
+        ballast.write(bytes(size))
+        *_, full_runtime, full_host = accounts.lines(STATS)
     *_, runtime, host = accounts.lines(STATS)
     # Here both processes are this one, which holds everything that the scripted engine only claims to hold.
     claimed = sum(line.allocated for line in READY.memory)
@@ -45,7 +46,7 @@ def test_what_the_processes_hold_beside_the_buckets_is_measured_and_its_peak_kep
         assert line.allocated == line.used <= full.used - size // 2
         assert line.peak == full.peak == full.used
         assert line.planned == 1 << 28
-        assert abs(line.used + beside - anonymous_bytes(os.getpid())) < 1 << 20
+        assert abs(line.used + beside - anonymous_bytes(os.getpid())) < size // 4  # whatever else runs in this process
 
 
 def test_memory_of_another_process_is_its_own_and_pages_of_files_do_not_count(tmp_path: Path) -> None:
