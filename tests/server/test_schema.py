@@ -23,7 +23,7 @@ from support.live import Live, live_server, story_command
 
 from octavo.scheduler.messages import EngineConfig
 
-REQUESTS = int(os.environ.get("OCTAVO_API_REQUESTS", "300"))
+REQUESTS = int(os.environ.get("OCTAVO_API_REQUESTS", "150"))
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
