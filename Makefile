@@ -66,11 +66,12 @@ soak: install-test
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
 
+AVX2 := OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2
 LANES := tests/model/test_runner.py tests/model/test_parity_tiny.py
 
 test-lanes: install-test
-	OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 \
-		$(BIN)/python -m pytest $(LANES) tests/serving/test_invariance.py -k "mixed or chunks or hit or preempted" $(ARGS)
+	$(AVX2) $(BIN)/python -m pytest $(LANES) $(ARGS)
+	$(AVX2) $(BIN)/python -m pytest tests/serving/test_invariance.py -k "mixed or chunks or hit or preempted" $(ARGS)
 	OCTAVO_KERNELS=torch $(BIN)/python -m pytest $(LANES) $(ARGS)
 
 install: $(VENV)/.installed
