@@ -21,7 +21,7 @@ sys.addaudithook(_note)
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     directory = tmp_path_factory.mktemp("audit")
     (directory / "sitecustomize.py").write_text(HOOK)
