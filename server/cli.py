@@ -14,7 +14,7 @@ from octavo.model.weights.locate import locate
 from octavo.server import __version__, checking
 from octavo.server import commands as answering
 from octavo.server.bench import command as measuring
-from octavo.server.settings import add_arguments, resolve
+from octavo.server.flags import add_arguments, resolve
 
 USAGE_ERROR = 64
 INTERNAL_ERROR = 70

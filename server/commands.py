@@ -14,9 +14,10 @@ from octavo.model.weights.published import PUBLISHED
 from octavo.scheduler.planning import Machine
 from octavo.scheduler.sizing import memory_capacity
 from octavo.server.describing import describe, describe_trace
+from octavo.server.flags import add_arguments, resolve
 from octavo.server.plan_report import facts, text
 from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Question, forecast
-from octavo.server.settings import SettingsError, add_arguments, resolve
+from octavo.server.settings import SettingsError
 from octavo.server.values import count, size
 
 PLANNED_SETTINGS = frozenset(

@@ -10,7 +10,7 @@ from support.vocabularies import byte_level_backend
 
 from octavo.scheduler.loading import load
 from octavo.server.cli import main
-from octavo.server.settings import resolve
+from octavo.server.flags import resolve
 
 Capture = pytest.CaptureFixture[str]
 

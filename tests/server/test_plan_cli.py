@@ -12,7 +12,7 @@ from support.runners import cpu_kernels
 from octavo.model.roofline import DEVICES
 from octavo.scheduler.loading import load
 from octavo.server.cli import main
-from octavo.server.settings import resolve
+from octavo.server.flags import resolve
 
 Capture = pytest.CaptureFixture[str]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.settings import SETTINGS, ServerSettings, Settings, SettingsError, add_arguments, resolve
+from octavo.server.flags import add_arguments, resolve
+from octavo.server.settings import SETTINGS, ServerSettings, Settings, SettingsError
 
 GIVEN = {
     "model": ("some/model", "some/model"),

@@ -103,7 +103,7 @@ def test_a_signal_while_the_model_loads_ends_at_once(tmp_path: Path) -> None:
     program = f"""
 import sys, uvloop
 from octavo.server import lifecycle
-from octavo.server.settings import resolve
+from octavo.server.flags import resolve
 command = [sys.executable, "-c", {loading!r}]
 with lifecycle.bind("127.0.0.1", 0) as listener:
     sys.exit(uvloop.run(lifecycle.Daemon(resolve({{}}, {{}}), listener, command).run()))

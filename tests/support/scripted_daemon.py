@@ -8,8 +8,8 @@ import sys
 import uvloop
 
 from octavo.server import lifecycle, logs
+from octavo.server.flags import add_arguments, resolve
 from octavo.server.revival import RestartPolicy
-from octavo.server.settings import add_arguments, resolve
 
 SCRIPTED_ENGINE = os.path.join(os.path.dirname(__file__), "scripted_engine.py")  # noqa: PTH118, PTH120
 
