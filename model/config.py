@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from octavo.model.config_keys import refuse_unknown_keys, refuse_unknown_rope_keys
 from octavo.model.fields import Fields
 from octavo.model.weights.errors import CheckpointError
 
@@ -93,10 +94,11 @@ class ModelConfig:
         """Read config.json and, where there is one, generation_config.json, whose ids of the end of text come first.
 
         Defaults are those of the architecture's class in transformers. A key that names code to run (auto_map) is not
-        looked at. Raises CheckpointError.
+        looked at, one that is unknown is refused (config_keys.py). Raises CheckpointError.
         """
         fields = Fields(config, "config.json")
         architecture = _hugging_face_architecture(fields)
+        refuse_unknown_keys(fields)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         width = fields.integer("hidden_size", 1, MAX_WIDTH)
         layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -230,10 +232,11 @@ def _hugging_face_rope(fields: Fields, max_context: int) -> tuple[float, RopeSca
     if any(isinstance(value, Mapping) for value in rope.values.values()):
         raise CheckpointError(f"{rope.source} differs between layers, which is not supported")
     kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in {"default", "linear", "llama3"}:
+        raise rope.error("rope_type", f"is {kind[:80]!r}; supported: default, linear, llama3")
+    refuse_unknown_rope_keys(rope)
     if kind == "default":
         return theta, None
-    if kind not in {"linear", "llama3"}:
-        raise rope.error("rope_type", f"is {kind[:80]!r}; supported: default, linear, llama3")
     factor = rope.number("factor", 1.0, 1e6)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
