@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -19,11 +19,13 @@ from octavo.server.protocol import (
     MAX_MESSAGES,
     ChatRequest,
     Message,
+    RequestModel,
     SamplingFields,
     join_text,
     parse,
 )
 from octavo.server.stream import Framing, named_event
+from octavo.server.structured import TextFormat
 from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message, renamed
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ UNSUPPORTED = {
     "prompt": (None,),
     "reasoning": (None, {}),
     "store": (None, False),
-    "text": (None, {}, {"format": None}, {"format": {"type": "text"}}),
     "truncation": (None, "disabled"),
 }
 """Fields that change the answer and are not built, beside those of all endpoints."""
@@ -67,6 +68,14 @@ def _message(index: int, item: Any) -> dict[str, Any]:
     return {"role": item["role"], "content": content}
 
 
+class TextOptions(RequestModel):
+    """What the text of an answer is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+    """Other values would change the answer, and are not built."""
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
@@ -76,11 +85,18 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     metadata: dict[str, str] | None = Field(None, max_length=16)
+    text: TextOptions | None = None
+
+    @property
+    def format(self) -> TextFormat:
+        """What the text must follow."""
+        return (self.text and self.text.format) or TextFormat()
 
     def chat(self) -> ChatRequest:
         """The same as a chat: instructions are its system message."""
         system = [] if self.instructions is None else [message("system", self.instructions)]
-        return as_chat(self, [*system, *self.input], self.max_output_tokens)
+        wanted = self.format.as_response_format()
+        return as_chat(self, [*system, *self.input], self.max_output_tokens, response_format=wanted)
 
 
 def add_responses_route(app: FastAPI, service: "Service") -> None:
@@ -92,7 +108,7 @@ def add_responses_route(app: FastAPI, service: "Service") -> None:
         try:
             return await answer_chat(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:
-            names = {"messages": "input", "max_tokens": "max_output_tokens"}
+            names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
             raise renamed(error, names) from error
 
 
@@ -182,7 +198,7 @@ class ResponseTeller:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.format.spelled()},
             "tool_choice": "auto",
             "tools": [],
             "top_p": params.top_p,

@@ -8,10 +8,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from octavo.scheduler.grammar import MAX_GRAMMAR_BYTES
 from octavo.scheduler.messages import Ready, Vocabulary
@@ -32,6 +32,7 @@ _OVERHEAD_BYTES = 256
 """Of a cached verdict, beside its texts."""
 
 Choice = Annotated[str, Field(min_length=1, max_length=4096)]
+SchemaName = Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 
 
 class _Fields(BaseModel):
@@ -43,7 +44,7 @@ class _Fields(BaseModel):
 class JSONSchemaFormat(_Fields):
     """OpenAI's wrapping of a schema. Whether `strict` or not, the schema is enforced."""
 
-    name: str = Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_-]+$")
+    name: SchemaName
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -54,6 +55,33 @@ class ResponseFormat(_Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
+
+
+class TextFormat(_Fields):
+    """The same as the `text.format` of /v1/responses: one object."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: SchemaName | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("a json_schema needs 'name' and 'schema'")
+        return self
+
+    def spelled(self) -> dict[str, Any]:
+        """The object as it was sent, without what is null."""
+        return {key: value for key, value in self.model_dump(by_alias=True).items() if value is not None}
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same, as a chat asks for it."""
+        if self.type != "json_schema":
+            return ResponseFormat(type=self.type)
+        schema = {key: value for key, value in self.spelled().items() if key != "type"}
+        return ResponseFormat(type=self.type, json_schema=JSONSchemaFormat.model_validate(schema))
 
 
 class StructuredOutputs(_Fields):

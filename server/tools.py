@@ -43,8 +43,9 @@ class Tool(_Fields):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it: absent fields left out."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": "function", "function": function}
+        function = self.function.model_dump(exclude={"strict"})
+        given = {key: value for key, value in function.items() if value is not None}
+        return {"type": "function", "function": given}
 
 
 class FunctionName(_Fields):

@@ -82,5 +82,8 @@ async def _whole(teller: Teller, choice: Choice) -> dict[str, Any]:
 
 def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
     """The same error with the parameter called as this endpoint does."""
-    param = names.get(error.param or "", error.param)
-    return APIError(error.status, error.message, param=param, code=error.code, headers=error.headers)
+    param = names.get(error.param or "")
+    if param is None:
+        return error
+    message = error.message.replace(f"'{error.param}'", f"'{param}'")
+    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)

@@ -122,3 +122,10 @@ def test_the_format_is_read_off_the_template(source: str, expected: object) -> N
     tokenizer = load_tokenizer(locate("smollm2"))
     assert choose_format("auto", ChatTemplate(source), tokenizer) is expected
     assert choose_format("mistral", ChatTemplate(source), tokenizer) is MISTRAL
+
+
+def test_nulls_within_parameters_are_told_as_they_stand() -> None:
+    parameters = {"type": "object", "properties": {"unit": {"enum": ["C", None], "default": None}}}
+    function = {"name": "weather", "parameters": parameters, "description": None, "strict": True}
+    told = Tool.model_validate({"type": "function", "function": function}).for_template()
+    assert told == {"type": "function", "function": {"name": "weather", "parameters": parameters}}

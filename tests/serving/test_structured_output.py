@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
+import openai
 import pytest
+from pydantic import BaseModel, Field
 from support.live import Live, live_server
 from support.schemas import COLOUR, FURTHER, POINT, REGEXES, SCHEMAS, array, record
 
@@ -131,6 +133,44 @@ def test_neighbours_prefixes_and_preemption_change_nothing(live: Live) -> None:
     with live_server(EngineConfig(model="smollm2", max_model_len=256, kv_blocks=16)) as small:
         assert at_once(small, requests) == alone
         assert small.metric("octavo_preemptions_total") > 0
+
+
+class Answer(BaseModel):
+    """What a client wants parsed."""
+
+    colour: Literal["red", "green"]
+    count: Annotated[int, Field(ge=0, le=99)]
+    note: None = None
+
+
+ANSWER = {"name": "answer", "schema": {**record(colour=COLOUR, note={"const": None}), "description": "é\n"}}
+
+
+def test_responses_follow_their_text_format(live: Live) -> None:
+    asked: dict[str, Any] = {"model": "smollm2", "input": "Answer in JSON.", "max_output_tokens": 60}
+    formats: list[Any] = [
+        {"type": "json_schema", "strict": True, "description": "d", **ANSWER},
+        {"type": "json_object"},
+        {"type": "text"},
+    ]
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        for wanted in formats:
+            whole = client.responses.create(**asked, text={"format": wanted}, temperature=0)
+            with client.responses.stream(**asked, text={"format": wanted}, temperature=0) as stream:
+                final = list(stream)[-1].response
+            body = {name: value for name, value in wanted.items() if name != "type"}
+            chat = {"type": wanted["type"], **({"json_schema": body} if body else {})}
+            (choice,) = live.chat(messages=PROMPT, response_format=chat, max_tokens=60, temperature=0)["choices"]
+            assert final.output_text == whole.output_text == choice["message"]["content"]
+            assert whole.text.format.model_dump(by_alias=True, exclude_unset=True) == wanted
+            assert final.text == whole.text
+            if wanted is formats[0]:
+                assert (whole.status, final.status) == ("completed", "completed")
+                jsonschema.validate(json.loads(whole.output_text), ANSWER["schema"])
+        parsed = client.responses.parse(**asked, text_format=Answer).output_parsed
+        assert isinstance(parsed, Answer)
+        with client.responses.stream(**asked, text_format=Answer) as stream:
+            assert isinstance(stream.get_final_response().output_parsed, Answer)
 
 
 @pytest.mark.parametrize(
