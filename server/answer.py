@@ -2,16 +2,18 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from octavo.model.step import TokenLogprobs
-from octavo.server.choice import Choice, Delta, Token, interleave
+from octavo.server.choice import Choice, Delta, Token, complete, interleave
 from octavo.server.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from octavo.server.prepare import Prepared
 from octavo.server.protocol import SamplingFields
+from octavo.server.stream import Framing
 from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
 
@@ -52,42 +54,21 @@ class Shown:
     """Alternatives beside each token; None: no log-probabilities."""
     prompt_logprobs: int | None
     token_ids: bool
+    usage: bool
+    """At the end of a stream."""
 
     @classmethod
     def of(cls, request: SamplingFields, tokenizer: Tokenizer, logprobs: int | None) -> "Shown":
         """Read it from a request; `logprobs` is spelled differently by the two endpoints."""
         names = TokenNames(tokenizer, by_number=request.return_tokens_as_token_ids is True)
-        return cls(tokenizer, names, logprobs, request.prompt_logprobs, request.return_token_ids is True)
+        usage = request.stream_options is not None and request.stream_options.include_usage is True
+        return cls(tokenizer, names, logprobs, request.prompt_logprobs, request.return_token_ids is True, usage)
 
     def of_prompt(self, choice: Choice) -> dict[str, Any]:
         """The log-probabilities of a prompt, where they are wanted."""
         if self.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(self.tokenizer, choice.prompt_logprobs, self.prompt_logprobs)}
-
-
-class Writer(Protocol):
-    """How one endpoint spells choices."""
-
-    kind: str
-    chunk_kind: str
-    head: Head
-
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """Chunks that precede a choice's first delta."""
-        ...
-
-    def pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """A delta as the choices of one or several chunks."""
-        ...
-
-    def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """A whole choice from all its deltas in one."""
-        ...
-
-    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """What stands beside the choices of a response or of a stream's first chunk."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +97,93 @@ class Echo:
         return [Token(*parts) for parts in zip(self.ids, self.offsets, entries, strict=True)]
 
 
-class CompletionWriter:
-    """Choices of /v1/completions."""
+class Writer(ABC):
+    """How one endpoint spells an answer: whole, or as a stream of chunks."""
+
+    framing = Framing()
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, head: Head, prepared: Prepared, shown: Shown) -> None:
+        self._head = head
+        self._prepared = prepared
+        self._shown = shown
+
+    async def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Wait for all choices and write the response."""
+        results = [self._result(*pair) for pair in zip(choices, await complete(choices), strict=True)]
+        return {**self._head.wrap(self.kind, results), **self._around(choices), "usage": self._usage(choices)}
+
+    async def events(self, choices: Sequence[Choice]) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of a stream as its choices grow, then the usage if it was asked for."""
+        tail: dict[str, Any] = {"usage": None} if self._shown.usage else {}
+        first = self._around(choices)
+        for choice in choices:
+            for piece in self._opening(choice):
+                yield self._head.wrap(self.chunk_kind, [piece]) | tail | first
+                first = {}
+        async with aclosing(interleave(choices)) as deltas:
+            async for choice, delta in deltas:
+                for piece in self._pieces(choice, delta):
+                    yield self._head.wrap(self.chunk_kind, [piece]) | tail
+        if self._shown.usage:
+            yield self._head.wrap(self.chunk_kind, []) | {"usage": self._usage(choices)}
+
+    @abstractmethod
+    def _result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """A whole choice from all its deltas in one."""
+
+    def _opening(self, choice: Choice) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Chunks that precede a choice's first delta."""
+        return []
+
+    def _pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """A delta as the choices of one or several chunks."""
+        return [self._result(choice, delta)]
+
+    def _around(self, choices: Sequence[Choice]) -> dict[str, Any]:  # noqa: ARG002
+        """What stands beside the choices of a response or of a stream's first chunk."""
+        return {}
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Token counts: a prompt counts once however many choices continue it, and cached tokens are part of it."""
+        prompt_tokens = sum(len(prompt) for prompt in self._prepared.prompts)
+        completion_tokens = sum(choice.generated for choice in choices)
+        cached_tokens = sum(choice.cached_tokens for choice in choices[:: self._prepared.choices])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+
+class CompletionWriter(Writer):
+    """Choices of /v1/completions. The same shape serves a chunk and a whole choice."""
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, head: Head, prepared: Prepared, shown: Shown) -> None:
-        self.head = head
-        self._prepared = prepared
-        self._shown = shown
+    def __init__(
+        self, head: Head, prepared: Prepared, shown: Shown, echoed: Sequence[str | Sequence[int]] = ()
+    ) -> None:
+        """`echoed`: the prompts as they were given, where they are to stand before what is generated."""
+        super().__init__(head, prepared, shown)
         self._untold = set(range(len(prepared.seeds)))
         """Choices whose prompt has not been sent."""
-        self._echoes: dict[int, Echo] = {}
-        self._shift: dict[int, int] = {}
-        """Characters of the prompt before what a choice generates."""
+        self._echoes = [Echo.of(shown.tokenizer, *pair) for pair in zip(prepared.prompts, echoed, strict=False)]
 
-    def echo(self, choice: int, echo: Echo) -> None:
-        """Let the prompt stand before what a choice generates."""
-        self._echoes[choice] = echo
-        self._shift[choice] = len(echo.text)
-
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Nothing: an echoed prompt comes with the first delta, when its log-probabilities are known."""
-        return []
-
-    def pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """One chunk for one delta."""
-        return [self.result(choice, delta)]
-
-    def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """The same shape serves a chunk and a whole choice."""
-        shift = self._shift.get(choice.index, 0)
-        text, tokens = delta.text, [replace(token, offset=token.offset + shift) for token in delta.tokens]
-        echo = self._echoes.pop(choice.index, None)
-        if echo is not None:
-            text = echo.text + text
-            tokens = [*echo.tokens(choice.prompt_logprobs, self._shown.logprobs or 0), *tokens]
-        return {
+    def _result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        prompt = choice.index // self._prepared.choices
+        first = choice.index in self._untold
+        self._untold.discard(choice.index)
+        text, tokens = delta.text, list(delta.tokens)
+        if self._echoes:
+            echo = self._echoes[prompt]
+            tokens = [replace(token, offset=token.offset + len(echo.text)) for token in tokens]
+            if first:
+                text = echo.text + text
+                tokens = [*echo.tokens(choice.prompt_logprobs, self._shown.logprobs or 0), *tokens]
+        result = {
             "index": choice.index,
             "text": text,
             "logprobs": completion_logprobs(self._shown.names, tokens) if self._shown.logprobs is not None else None,
@@ -160,41 +191,25 @@ class CompletionWriter:
             "stop_reason": delta.stop_reason,
             "seed": self._prepared.seeds[choice.index],
             **self._shown.of_prompt(choice),
-            **self._token_ids(choice.index, delta),
         }
-
-    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:  # noqa: ARG002
-        """Nothing: each choice may have a prompt of its own."""
-        return {}
-
-    def _token_ids(self, index: int, delta: Delta) -> dict[str, Any]:
-        if not self._shown.token_ids:
-            return {}
-        first = index in self._untold
-        self._untold.discard(index)
-        return {
-            "token_ids": delta.ids,
-            "prompt_token_ids": self._prepared.prompts[index // self._prepared.choices] if first else None,
-        }
+        if self._shown.token_ids:
+            ids = self._prepared.prompts[prompt] if first else None
+            result |= {"token_ids": delta.ids, "prompt_token_ids": ids}
+        return result
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Choices of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, head: Head, prepared: Prepared, shown: Shown) -> None:
-        self.head = head
-        self._prepared = prepared
-        self._shown = shown
-
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def _opening(self, choice: Choice) -> list[dict[str, Any]]:
         """The role, once."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+    def _pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """Content first, then an empty delta with the finish reason."""
         chunks: list[dict[str, Any]] = []
         logprobs = self._entries(delta)
@@ -207,7 +222,7 @@ class ChatWriter:
             chunks[0]["token_ids"] = delta.ids
         return chunks
 
-    def result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _result(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """A whole choice."""
         return {
             "index": choice.index,
@@ -217,7 +232,7 @@ class ChatWriter:
             **({"token_ids": delta.ids} if self._shown.token_ids else {}),
         }
 
-    def around(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _around(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The prompt, which all choices share."""
         ids = {"prompt_token_ids": self._prepared.prompts[0]} if self._shown.token_ids else {}
         return ids | self._shown.of_prompt(choices[0])
@@ -245,51 +260,3 @@ class ChatWriter:
         if self._shown.logprobs is None:
             return None
         return chat_logprobs(self._shown.names, (token.logprobs for token in delta.tokens if token.logprobs))
-
-
-def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts: a prompt counts once however many choices continue it, and cached tokens are part of it."""
-    prompt_tokens = sum(len(prompt) for prompt in prompts)
-    completion_tokens = sum(choice.generated for choice in choices)
-    first_choices = choices[:: len(choices) // len(prompts)]
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_choices)},
-    }
-
-
-async def whole(writer: Writer, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Wait for all choices and write the response."""
-    parts: dict[int, list[Delta]] = {choice.index: [] for choice in choices}
-    async with aclosing(interleave(choices)) as deltas:
-        async for choice, delta in deltas:
-            parts[choice.index].append(delta)
-    results = [writer.result(choice, _joined(parts[choice.index])) for choice in choices]
-    return {**writer.head.wrap(writer.kind, results), **writer.around(choices), "usage": usage(prompts, choices)}
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    text = "".join(delta.text for delta in deltas)
-    tokens = tuple(token for delta in deltas for token in delta.tokens)
-    ids = tuple(token for delta in deltas for token in delta.ids)
-    return Delta(text, tokens, ids, deltas[-1].finish_reason, deltas[-1].stop_reason)
-
-
-async def chunks(
-    writer: Writer, prompts: Sequence[Sequence[int]], choices: Sequence[Choice], *, include_usage: bool
-) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the chunks of a stream as its choices grow, then the usage if it was asked for."""
-    tail: dict[str, Any] = {"usage": None} if include_usage else {}
-    first = writer.around(choices)
-    for choice in choices:
-        for piece in writer.opening(choice):
-            yield writer.head.wrap(writer.chunk_kind, [piece]) | tail | first
-            first = {}
-    async with aclosing(interleave(choices)) as deltas:
-        async for choice, delta in deltas:
-            for piece in writer.pieces(choice, delta):
-                yield writer.head.wrap(writer.chunk_kind, [piece]) | tail
-    if include_usage:
-        yield writer.head.wrap(writer.chunk_kind, []) | {"usage": usage(prompts, choices)}

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from octavo.model.step import TokenLogprobs
@@ -165,3 +166,19 @@ async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def complete(choices: Sequence[Choice]) -> list[Delta]:
+    """Wait for all choices, and return everything that each gained as one delta."""
+    parts: dict[int, list[Delta]] = {choice.index: [] for choice in choices}
+    async with aclosing(interleave(choices)) as deltas:
+        async for choice, delta in deltas:
+            parts[choice.index].append(delta)
+    return [_joined(parts[choice.index]) for choice in choices]
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    text = "".join(delta.text for delta in deltas)
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    ids = tuple(token for delta in deltas for token in delta.ids)
+    return Delta(text, tokens, ids, deltas[-1].finish_reason, deltas[-1].stop_reason)

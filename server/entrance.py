@@ -8,10 +8,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.scheduler.messages import Loading
 from octavo.server.access import AccessRules
-from octavo.server.app import Service, add_metrics_route, bare_app, create_app
+from octavo.server.app import add_metrics_route, bare_app, create_app
 from octavo.server.errors import APIError
 from octavo.server.health import LOADING, add_health_routes
 from octavo.server.metrics import Metrics
+from octavo.server.service import Service
 
 RETRY_SECONDS = 5
 

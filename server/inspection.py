@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -14,7 +14,7 @@ from octavo.server import __version__, protocol
 from octavo.server.body import JSONBody, read
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
-from octavo.server.prepare import Prepared, prepare_chat, prepare_completion
+from octavo.server.prepare import Prepared
 from octavo.server.prompts import check_ids, render
 from octavo.server.protocol import (
     ChatRequest,
@@ -27,13 +27,11 @@ from octavo.server.protocol import (
     parse,
     validate,
 )
+from octavo.server.service import Service
 from octavo.server.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from octavo.server.app import Service
 
-
-def add_inspection_routes(app: FastAPI, service: "Service") -> None:
+def add_inspection_routes(app: FastAPI, service: Service) -> None:
     """Add /tokenize, /detokenize, /tokenizer_info, the two render routes and /info."""
     _add_token_routes(app, service)
     _add_render_routes(app, service)
@@ -43,7 +41,7 @@ def add_inspection_routes(app: FastAPI, service: "Service") -> None:
         return JSONBody(_info(service))
 
 
-def _add_token_routes(app: FastAPI, service: "Service") -> None:
+def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="The token ids of a text or a conversation")
     async def tokenize(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, _tokenize_request)
@@ -94,21 +92,21 @@ def _tokens(ids: Sequence[int], context: int, strings: Tokenizer | None) -> byte
     return msgspec.json.encode({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts})
 
 
-def _add_render_routes(app: FastAPI, service: "Service") -> None:
+def _add_render_routes(app: FastAPI, service: Service) -> None:
     """What routers use to find the replica that has a prefix in its cache."""
 
     @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
     async def render_completion(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
         service.check_model(body.model)
-        prepared = await prepare_completion(body, service.tokenizer, service.client.ready, service.options)
+        prepared = await service.prepare(body)
         return JSONBody(_rendered(body, prepared, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
         body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
         service.check_model(body.model)
-        prepared = await prepare_chat(body, service.tokenizer, service.renderer, service.client.ready, service.options)
+        prepared = await service.prepare(body)
         return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
 
 
@@ -131,7 +129,7 @@ def _rendered(body: SamplingFields, prepared: Prepared, prefix: str) -> list[dic
     ]
 
 
-def _info(service: "Service") -> dict[str, Any]:
+def _info(service: Service) -> dict[str, Any]:
     """Everything that does not change while the server runs, and how full it is; no path and no secret."""
     ready = service.client.ready
     return {
@@ -156,7 +154,7 @@ def _info(service: "Service") -> dict[str, Any]:
     }
 
 
-def _model(service: "Service") -> dict[str, Any]:
+def _model(service: Service) -> dict[str, Any]:
     ready, config = service.client.ready, service.config
     return {
         "id": service.names[0],
@@ -178,7 +176,7 @@ def _model(service: "Service") -> dict[str, Any]:
     }
 
 
-def _memory(service: "Service") -> dict[str, Any]:
+def _memory(service: Service) -> dict[str, Any]:
     ready, stats = service.client.ready, service.client.metrics.stats
     return {
         "budget": ready.memory_budget,

@@ -18,7 +18,6 @@ from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import Loading, MemoryLine, Ready
 from octavo.server.access import AccessRules
-from octavo.server.app import Service
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
 from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
@@ -29,6 +28,7 @@ from octavo.server.prepare import GenerationOptions
 from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
+from octavo.server.service import Service
 from octavo.server.settings import ServerSettings, Settings, SettingsError
 from octavo.server.tokenizer import load_tokenizer
 from octavo.server.wire import ConnectionLimits, GuardedProtocol

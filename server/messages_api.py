@@ -1,10 +1,10 @@
 """POST /v1/messages and /v1/messages/count_tokens in the shape of Anthropic's Messages API: text in, text out."""
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -12,8 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
 from octavo.server.body import read
-from octavo.server.choice import Choice, Delta
+from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
+from octavo.server.generate import respond
 from octavo.server.prepare import Prepared
 from octavo.server.prompts import encode_prompt, render
 from octavo.server.protocol import (
@@ -27,11 +28,9 @@ from octavo.server.protocol import (
     join_text,
     parse,
 )
+from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
-from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message
-
-if TYPE_CHECKING:
-    from octavo.server.app import Service
+from octavo.server.translation import ONE_ANSWER, as_chat, message
 
 UNSUPPORTED = {
     **ONE_ANSWER,
@@ -113,7 +112,7 @@ class CountTokensRequest(RequestModel, _Conversation):
         return ChatRequest(model=self.model, messages=self.as_messages(), **self.prefill())
 
 
-def add_messages_routes(app: FastAPI, service: "Service") -> None:
+def add_messages_routes(app: FastAPI, service: Service) -> None:
     """Add POST /v1/messages and /v1/messages/count_tokens."""
 
     @app.post("/v1/messages", tags=["generate"], summary="Answer a conversation, in Anthropic's shape")
@@ -125,12 +124,12 @@ def add_messages_routes(app: FastAPI, service: "Service") -> None:
         return await _told(_count(service, request))
 
 
-async def _answer(service: "Service", request: Request) -> Response:
+async def _answer(service: Service, request: Request) -> Response:
     body = await read(request, service.max_body_bytes, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
-    return await answer_chat(service, request, body.chat(), partial(MessageTeller, body))
+    return await respond(service, request, body.chat(), partial(MessageTeller, body))
 
 
-async def _count(service: "Service", request: Request) -> Response:
+async def _count(service: Service, request: Request) -> Response:
     body = await read(request, service.max_body_bytes, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
     chat = body.chat()
     service.check_model(chat.model)
@@ -174,12 +173,14 @@ class MessageTeller:
         self._prompt_tokens = len(prepared.prompts[0])
         self._id = f"msg_{uuid.uuid4().hex}"
 
-    def whole(self, choice: Choice, text: str, last: Delta) -> dict[str, Any]:
+    async def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """A message that has ended."""
-        return self._message([{"type": "text", "text": text}], self._usage(choice), _ending(last))
+        [last] = await complete(choices)
+        return self._message([{"type": "text", "text": last.text}], self._usage(choices[0]), _ending(last))
 
-    async def events(self, choice: Choice) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, choices: Sequence[Choice]) -> AsyncGenerator[dict[str, Any]]:
         """The events that Anthropic documents for a message of one text, in their order."""
+        [choice] = choices
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         yield {"type": "message_start", "message": self._message([], usage, _ending(Delta()))}
         yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}

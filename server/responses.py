@@ -2,18 +2,19 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
 from octavo.server.body import read
-from octavo.server.choice import Choice, Delta
+from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
+from octavo.server.generate import respond
 from octavo.server.prepare import Prepared
 from octavo.server.protocol import (
     MAX_MESSAGES,
@@ -24,12 +25,10 @@ from octavo.server.protocol import (
     join_text,
     parse,
 )
+from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
 from octavo.server.structured import TextFormat
-from octavo.server.translation import ONE_ANSWER, answer_chat, as_chat, message, renamed
-
-if TYPE_CHECKING:
-    from octavo.server.app import Service
+from octavo.server.translation import ONE_ANSWER, as_chat, message, renamed
 
 UNSUPPORTED = {
     **ONE_ANSWER,
@@ -99,14 +98,14 @@ class ResponsesRequest(SamplingFields):
         return as_chat(self, [*system, *self.input], self.max_output_tokens, response_format=wanted)
 
 
-def add_responses_route(app: FastAPI, service: "Service") -> None:
+def add_responses_route(app: FastAPI, service: Service) -> None:
     """Add POST /v1/responses."""
 
     @app.post("/v1/responses", tags=["generate"], summary="Answer a text or a conversation, without state")
     async def responses(request: Request) -> Response:
         body = await read(request, service.max_body_bytes, partial(parse, ResponsesRequest, unsupported=UNSUPPORTED))
         try:
-            return await answer_chat(service, request, body.chat(), partial(ResponseTeller, body))
+            return await respond(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:
             names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
             raise renamed(error, names) from error
@@ -124,19 +123,14 @@ class ResponseTeller:
         self._created = int(time.time())
         self._sent = 0
 
-    def whole(self, choice: Choice, text: str, last: Delta) -> dict[str, Any]:
+    async def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """A response that has ended."""
-        complete = last.finish_reason == "stop"
-        status = "completed" if complete else "incomplete"
-        return self._response(
-            status,
-            output=[self._message(status, text)],
-            usage=self._usage(choice),
-            incomplete_details=None if complete else {"reason": "max_output_tokens"},
-        )
+        [last] = await complete(choices)
+        return self._ended(choices[0], last.text, last)
 
-    async def events(self, choice: Choice) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, choices: Sequence[Choice]) -> AsyncGenerator[dict[str, Any]]:
         """The events that OpenAI documents for one message of one text, in their order."""
+        [choice] = choices
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
@@ -149,11 +143,21 @@ class ResponseTeller:
                 if last.text:
                     text += last.text
                     yield self._event("response.output_text.delta", **place, delta=last.text, logprobs=[])
-        response = self.whole(choice, text, last)
+        response = self._ended(choice, text, last)
         yield self._event("response.output_text.done", **place, text=text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=_text_part(text))
         yield self._event("response.output_item.done", output_index=0, item=response["output"][0])
         yield self._event(f"response.{response['status']}", response=response)
+
+    def _ended(self, choice: Choice, text: str, last: Delta) -> dict[str, Any]:
+        stopped = last.finish_reason == "stop"
+        status = "completed" if stopped else "incomplete"
+        return self._response(
+            status,
+            output=[self._message(status, text)],
+            usage=self._usage(choice),
+            incomplete_details=None if stopped else {"reason": "max_output_tokens"},
+        )
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number, self._sent = self._sent, self._sent + 1

@@ -6,7 +6,7 @@ import pytest
 from support.vocabularies import smollm2
 
 from octavo.scheduler.messages import TokenEvent
-from octavo.server.answer import ChatWriter, CompletionWriter, Head, Shown, chunks
+from octavo.server.answer import ChatWriter, CompletionWriter, Head, Shown
 from octavo.server.choice import Choice, Delta, interleave
 from octavo.server.prepare import Prepared, SamplingParams
 from octavo.server.protocol import SamplingFields
@@ -78,13 +78,13 @@ def test_what_a_token_costs_does_not_grow_with_the_text(kind: type[ChatWriter | 
     text = TextStream(tokenizer, ["word wor!", "\n\n"], continuing=True)
     choice = Choice(0, generation, text, show_stop_ids=False)  # type: ignore[arg-type]
     prepared = Prepared(((1,),), 1, (2000,), 0, (SamplingParams(),), b"")
-    shown = Shown.of(SamplingFields(model="m", return_token_ids=True), tokenizer, None)
+    request = SamplingFields(model="m", return_token_ids=True, stream_options={"include_usage": True})
+    shown = Shown.of(request, tokenizer, None)
     writer = kind(Head("m", "fp", "id"), prepared, shown)
     sizes: list[int] = []
 
     async def read() -> None:
-        source = chunks(writer, prepared.prompts, [choice], include_usage=True)
-        sizes.extend([len(event(chunk)) async for chunk in source])
+        sizes.extend([len(event(chunk)) async for chunk in writer.events([choice])])
 
     sys.setprofile(generation.profile)
     try:

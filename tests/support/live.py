@@ -19,9 +19,10 @@ from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
-from octavo.server.app import Service, create_app
+from octavo.server.app import create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
 from octavo.server.revival import RestartPolicy
+from octavo.server.service import Service
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
 from octavo.server.wire import ConnectionLimits, GuardedProtocol
