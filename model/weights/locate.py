@@ -3,15 +3,6 @@
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
 from octavo.model.weights.embedded import SMOLLM2, SMOLLM2_FILE, SMOLLM2_INSTALL, embedded_file
 from octavo.model.weights.errors import CheckpointError
 
@@ -55,17 +46,21 @@ def _smollm2() -> Path:
 
 
 def _download(model: str) -> Path:
+    # Imported late: it takes longer than all the rest of a command that answers from shapes.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub import errors  # noqa: PLC0415
+
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
-    except GatedRepoError as error:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+    except errors.GatedRepoError as error:
         raise CheckpointError(f"{model}: access is restricted; request it on its page and set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{model}: no such directory, and the Hub has no such model (or it is private)"
         ) from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{model}: no such directory, not in the Hugging Face cache, and the Hub cannot be reached"
         ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{model}: download failed: {' '.join(str(error).split())[:200]}") from error

