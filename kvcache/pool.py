@@ -153,12 +153,13 @@ class BlockPool:
         Takes a time proportional to the number of blocks: meant for tests and for OCTAVO_STRICT.
         """
         counted = Counter(held)
-        if any(references != counted[block] for block, references in enumerate(self._references)):
+        if counted != {block: references for block, references in enumerate(self._references) if references}:
             raise InvariantError("reference counts differ from the tables of the requests")
         if sorted([*self._free, *self._cached, *counted]) != list(range(self.total)):
             raise InvariantError("some block is not in exactly one of the states free, cached and referenced")
         names = {name: block for block, name in enumerate(self._names) if name is not None}
         if names != self._index:
             raise InvariantError("the index of names differs from the names of the blocks")
-        if any(self._names[block] is None for block in self._cached) or any(self._names[b] for b in self._free):
+        named = set(names.values())
+        if not named.issuperset(self._cached) or not named.isdisjoint(self._free):
             raise InvariantError("cached blocks have names, and free ones none")

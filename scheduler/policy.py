@@ -119,10 +119,9 @@ class Scheduler:
     def audit(self) -> None:
         """Raise InvariantError where a block or a slot has other owners than it should. See `BlockPool.audit`."""
         running = self._running.values()
-        self.pool.audit(block for request in running for block in request.blocks)
-        if sorted([*self._slots, *(-1 if one.slot is None else one.slot for one in running)]) != list(
-            range(self._limits.max_rows)
-        ):
+        self.pool.audit([block for request in running for block in request.blocks])
+        occupied = [-1 if request.slot is None else request.slot for request in running]
+        if sorted([*self._slots, *occupied]) != list(range(self._limits.max_rows)):
             raise InvariantError("some slot is not either free or that of one running request")
         if any(one.slot is not None or one.blocks or one.in_flight for one in self._waiting.values()):
             raise InvariantError("a waiting request holds a slot or blocks")

@@ -7,9 +7,10 @@ slot, or a token lost or doubled ends in `CorruptionError`.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from octavo.model.step import Admission, Row, RowResult, SamplingParams, Step, StepResult, TokenLogprobs
 
@@ -43,11 +44,12 @@ class Slot:
     digests: list[int] = field(default_factory=list)
     """What the cache must hold at each position: K and V there depend on this token and all before it."""
 
-    def digest(self, position: int) -> int:
-        while len(self.digests) <= position:
-            before = self.digests[-1] if self.digests else 0
-            self.digests.append(hash((before, self.tokens[len(self.digests)])))
-        return self.digests[position]
+    def digest(self, positions: int) -> list[int]:
+        """The digests of at least so many positions."""
+        digests = self.digests
+        for token in self.tokens[len(digests) : positions]:
+            digests.append(hash((digests[-1] if digests else 0, token)))
+        return digests
 
 
 class ScriptedRunner:
@@ -66,8 +68,8 @@ class ScriptedRunner:
         self.vocabulary = vocabulary
         self.block_size = block_size
         self.slots: dict[int, Slot] = {}
-        self.cache: dict[tuple[int, int], int] = {}
-        """By block and offset: digest of the tokens up to there."""
+        self.cache: defaultdict[int, list[int | None]] = defaultdict(lambda: [None] * block_size)
+        """By block, for each of its positions: digest of the tokens up to there."""
         self.computed = 0
         """Positions computed so far, in all steps."""
         self.broken = False
@@ -127,16 +129,16 @@ class ScriptedRunner:
         require(row.count >= 1, "a row computes at least one token")
         require(end <= len(slot.tokens), f"slot {row.slot} computes beyond its {len(slot.tokens)} tokens")
         require(end <= len(slot.blocks) * self.block_size, f"slot {row.slot} computes beyond its blocks")
+        digests = slot.digest(end)
         for position in range(row.start, end):
-            self.cache[self._place(slot, position)] = slot.digest(position)
+            number, offset = divmod(position, self.block_size)
+            self.cache[slot.blocks[number]][offset] = digests[position]
         self.computed += row.count
 
     def _attend(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]
         end = row.start + row.count
-        for position in range(end):
-            found = self.cache.get(self._place(slot, position))
-            require(found == slot.digest(position), f"slot {row.slot} finds foreign K and V at position {position}")
+        self._check_cache(slot, row.slot, end)
         scores = self._scores(slot, row) if row.score else ()
         if not row.sample:
             return RowResult(failed=True) if scores is None else RowResult(prompt_logprobs=scores)
@@ -151,8 +153,10 @@ class ScriptedRunner:
         slot.tokens.append(token)
         return RowResult(token, logprobs, scores)
 
-    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
-        return slot.blocks[position // self.block_size], position % self.block_size
+    def _check_cache(self, slot: Slot, number: int, end: int) -> None:
+        blocks = slot.blocks[: -(-end // self.block_size)]
+        found = list(chain.from_iterable(map(self.cache.__getitem__, blocks)))
+        require(found[:end] == slot.digest(end)[:end], f"slot {number} finds foreign K and V")
 
     def _sample(self, slot: Slot, row: Row, likeliest: int) -> int:
         token = likeliest

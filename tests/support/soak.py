@@ -5,8 +5,11 @@ Scheduler, loop, metrics and the keeping of live requests (`Generation`) are the
 messages: an engine that crashes is dropped with whatever it knew, and its requests go to another.
 """
 
+import gc
 import heapq
+import logging
 import os
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -43,10 +46,15 @@ BREAKS_STEPS, BREAKS_ROWS = 1, 2
 """Prompts that begin with these cannot be computed."""
 BLOCK_SIZE, BLOCKS, ROWS, CONTEXT = 4, 24, 8, 48
 STEP_SECONDS = 0.001
+MEASUREMENTS = 1000
+"""Of the memory, in a run."""
 FAULTS = (
     *("abort", "timeout", "queue timeout", "slow reader", "burst", "row fails", "step fails for one request"),
     *("step fails once", "step fails once when awaited", "crash before a report", "crash after a report"),
 )
+
+
+log = logging.getLogger("soak")
 
 
 class EngineCrashError(BaseException):
@@ -146,7 +154,10 @@ class Soak:
         self.outbox: list[ToEngine] = []
         self.metrics = Metrics(clock=lambda: self.now)
         self.metrics.observers.append(self.checker.lived)
-        self.resident: list[tuple[float, float]] = []
+        self.measured = array("d")
+        self.resident = array("d")
+        self.objects = array("d")
+        """Each time: requests so far, bytes of this process, and blocks of memory that Python has handed out."""
         self.preemptions = self.lives = 0
         self.surroundings = Surroundings.now()
         self.start()
@@ -216,8 +227,19 @@ class Soak:
         """Nobody is here."""
         if idle:
             self.checker.idle(self.books(self.engine._stats()), self.surroundings, Surroundings.now())
-            self.resident.append((self.submitted, resident_bytes()))
+            if self.submitted >= self.requests * len(self.measured) / MEASUREMENTS:
+                self.measure()
         self.target = self.random.choice([1, 4, 12, 40])
+
+    def measure(self) -> None:
+        gc.collect()
+        self.measured.append(self.submitted)
+        self.resident.append(resident_bytes())
+        self.objects.append(sys.getallocatedblocks())
+        if len(self.measured) % 10 == 0:
+            state = (self.submitted, self.faults.total(), self.lives - 1, self.checker.found.total())
+            text = "%d requests, %d faults, %d crashes, %d violations; %.2f MB resident, %d blocks of memory"
+            log.info(text, *state, self.resident[-1] / 1e6, self.objects[-1])
 
     def send(self, report: StepReport) -> None:
         self.crash_if_due("crash before a report")
