@@ -5,14 +5,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from octavo.model.arena_layout import ArenaLayout
+from octavo.model.arena_layout import FP8_AREA, FP8_SCALES_AREA, ArenaLayout
 
 _OTHER_TYPES: Final = {
     **dict.fromkeys(("tokens", "positions"), torch.int32),
-    **dict.fromkeys(("logits", "logprobs"), torch.float32),
+    **dict.fromkeys(("logits", "logprobs", FP8_SCALES_AREA), torch.float32),
     **dict.fromkeys(("probabilities", "ranked"), torch.float64),
     "keys": torch.int64,
     "flags": torch.bool,
+    FP8_AREA: torch.float8_e4m3fn,
 }
 
 

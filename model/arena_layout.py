@@ -19,6 +19,9 @@ _ALIGNMENT: Final = 64
 """Bytes of a cache line and of an AVX-512 register."""
 
 _QKV, _ATTENTION, _OUTPUT, _GATE_UP, _SILU, _DOWN, _PICK, _HEAD, _SAMPLE = range(9)
+_PRODUCTS: Final = (_QKV, _OUTPUT, _GATE_UP, _DOWN)
+FP8_AREA, FP8_SCALES_AREA = "fp8", "fp8_scales"
+"""What a product of 8-bit floats multiplies with: its input rounded, and the scale of each token."""
 _SCRATCH: Final = {"probabilities": 8, "ranked": 8, "keys": 8, "flags": 1, "logprobs": 4}
 """What sampling needs of one row, in bytes for each token of the vocabulary: `RowScratch` in draw.py."""
 BLOCK_POINTS: Final = range(_QKV, _DOWN + 1)
@@ -69,11 +72,13 @@ def step_areas(
     ranks: int = 1,
     *,
     gate_in_place: bool = True,
+    fp8: bool = False,
 ) -> tuple[Area, ...]:
     """All tensors of a forward pass over max_tokens tokens, of which max_rows at a time meet the LM head.
 
     `to_attention` and `to_feed_forward` are the normed spine; the branches leave their results in the same bytes, from
-    where they are added to the spine. SiLU(gate) * up overwrites the gate half, so it needs no area, unless the kernels
+    where they are added to the spine. With `fp8` each of the block's four products has its input in 8 bits as well, one
+    after another in the same bytes. SiLU(gate) * up overwrites the gate half, so it needs no area, unless the kernels
     cannot write there (`gate_in_place`). The logits are float32 straight from the product: 4V bytes a row where a
     half-precision product and its copy would take 6V. The last norm's output outlives a slice of logits, since a scored
     prompt takes several slices. From the logits tokens are sampled row by row, in the scratch of one row: 29V bytes of
@@ -98,12 +103,15 @@ def step_areas(
     spine = activation("spine", config.width, BLOCK_POINTS)
     gate_up = activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)[: 3 if gate_in_place else 2])
     gated = activation("gated", config.ffn_width, (_SILU, _DOWN))
+    widest = max(config.width, config.q_width, config.ffn_width)
+    rounded = ((FP8_AREA, widest, 1), (FP8_SCALES_AREA, 1, 4)) if fp8 else ()
     return (
         Area("tokens", tokens, 1, 4, frozenset(whole_pass)),
         Area("positions", tokens, 1, 4, frozenset(whole_pass)),
         *((*normed, spine, gate_up) if gate_in_place else (spine, gate_up, gated, *normed)),
         activation("qkv", config.q_width + 2 * config.kv_width, (_QKV, _ATTENTION)),
         activation("attended", config.q_width, (_ATTENTION, _OUTPUT)),
+        *(Area(name, tokens, columns, size, frozenset(_PRODUCTS)) for name, columns, size in rounded),
         Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD, _SAMPLE))),
         Area("picked", rows, config.width, element_bytes, frozenset((_PICK, _HEAD))),
         *(Area(name, 1, ranks * config.vocabulary, size, frozenset((_SAMPLE,))) for name, size in _SCRATCH.items()),
@@ -118,13 +126,14 @@ def arena_layout(
     ranks: int = 1,
     *,
     gate_in_place: bool = True,
+    fp8: bool = False,
 ) -> ArenaLayout:
     """Place the areas in the order they are listed, each at the lowest offset free at all of its points.
 
     For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
     size is the load of the fullest point.
     """
-    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, gate_in_place=gate_in_place)
+    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, gate_in_place=gate_in_place, fp8=fp8)
     offsets: dict[str, int] = {}
     for area in areas:
         rivals = [other for other in areas if other.name in offsets and other.points & area.points]
@@ -134,14 +143,23 @@ def arena_layout(
 
 
 @lru_cache(maxsize=4096)
-def bytes_in_use(config: ModelConfig, tokens: int, rows: int, element_bytes: int, *, gate_in_place: bool = True) -> int:
+def bytes_in_use(
+    config: ModelConfig,
+    tokens: int,
+    rows: int,
+    element_bytes: int,
+    *,
+    gate_in_place: bool = True,
+    fp8: bool = False,
+) -> int:
     """Bytes that a step of so many tokens and rows of logits fills at its fullest point; 0 for a step without tokens.
 
     Of the largest step it is the size of the arena.
     """
     if not tokens:
         return 0
-    return load(step_areas(config, tokens, rows, element_bytes, gate_in_place=gate_in_place), range(_SAMPLE + 1))
+    areas = step_areas(config, tokens, rows, element_bytes, gate_in_place=gate_in_place, fp8=fp8)
+    return load(areas, range(_SAMPLE + 1))
 
 
 def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:

@@ -104,6 +104,7 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
             formats.activations,
             formats.ranks,
             gate_in_place=formats.gate_in_place,
+            fp8=formats.matrices == 1,
         ).bytes,
         "token ids of all slots": limits.slot_bytes,
         "token masks of all slots": limits.mask_bytes(config.vocabulary),

@@ -10,11 +10,14 @@ from octavo.model.device import CPU
 from octavo.model.graphs import CudaCapture, Gpu
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.kernels.fp8 import MULTIPLE
 from octavo.model.kernels.load import load_kernels
+from octavo.model.matrices import BlockMatrices
 from octavo.model.memory import Formats
 from octavo.model.workspaces import Workspaces
 
 HOPPER = (9, 0)
+FIRST_WITH_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Placement:
         size = self.dtype.itemsize
         return Formats(
             activations=size,
-            matrices=size,
+            matrices=size if self.kernels.fp8 is None else 1,
             cache=size,
             panels=self.kernels.panels,
             threads=self.kernels.threads,
@@ -53,21 +56,46 @@ class Placement:
         return Gpu(self.device, self.workspaces, None if eager else CudaCapture(self.device))
 
 
-def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces) -> Placement:
-    """Choose the CPU's kernels. Raises ValueError where `workspaces` asks for a GPU's, or like load_kernels."""
+def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, *, fp8: bool) -> Placement:
+    """Choose the CPU's kernels. Raises ValueError where a GPU's are asked for, or like load_kernels."""
+    if fp8:
+        raise ValueError("--quantization fp8 needs the products of a GPU: use --device cuda, or a GGUF file on a CPU")
     if workspaces != Workspaces():
         raise ValueError("--attention-prefill and --attention-decode choose kernels of a GPU: use --device cuda")
     return Placement(CPU, dtype, load_kernels(dtype), None)
 
 
 def place_on_gpu(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, block_size: int, workspaces: Workspaces
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    block_size: int,
+    workspaces: Workspaces,
+    *,
+    fp8: bool,
 ) -> Placement:
-    """Check that FlashInfer has kernels for the model. Raises ValueError, or DeviceError without FlashInfer."""
+    """Check that there are kernels for the model. Raises ValueError, or DeviceError without FlashInfer.
+
+    fp8: keep the matrices of the blocks in 8-bit floats.
+    """
     validate(config.head_dim, block_size, dtype, workspaces)
     capability = torch.cuda.get_device_capability(device)
     if workspaces.prefill == "fa3" and capability != HOPPER:
         raise ValueError("--attention-prefill fa3 needs a Hopper GPU: use fa2")
     if workspaces.decode == "xqa" and capability < HOPPER:
         raise ValueError("--attention-decode xqa needs a Hopper GPU or a newer one: use fa2")
-    return Placement(device, dtype, CudaKernels(dtype, device), workspaces)
+    if fp8:
+        _validate_fp8(dtype, config, capability)
+    return Placement(device, dtype, CudaKernels(dtype, device, fp8=fp8), workspaces)
+
+
+def _validate_fp8(dtype: torch.dtype, config: ModelConfig, capability: tuple[int, int]) -> None:
+    """Raise ValueError for what torch's products of 8-bit floats do not know."""
+    if dtype != torch.bfloat16:
+        raise ValueError(f"--quantization fp8 adds in bfloat16, not in {dtype}: leave --dtype at auto")
+    if capability < FIRST_WITH_FP8:
+        raise ValueError("--quantization fp8 needs a GPU of compute capability 8.9 or higher: leave it at auto")
+    for matrix in BlockMatrices.of(config, 0).all():
+        rows, columns = matrix.out_features, matrix.in_features
+        if rows % MULTIPLE or columns % MULTIPLE:
+            raise ValueError(f"--quantization fp8: {MULTIPLE} does not divide the sides of a {rows} x {columns} matrix")

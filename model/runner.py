@@ -171,8 +171,9 @@ class ModelRunner:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
         logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
         kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
-        in_place = self.model.kernels.gate_in_place
-        return kept + bytes_in_use(self.model.config, tokens, logits, self.model.dtype.itemsize, gate_in_place=in_place)
+        kernels, size = self.model.kernels, self.model.dtype.itemsize
+        in_place, fp8 = kernels.gate_in_place, kernels.fp8 is not None
+        return kept + bytes_in_use(self.model.config, tokens, logits, size, gate_in_place=in_place, fp8=fp8)
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
@@ -258,9 +259,16 @@ def build_runner(
     ledger.allocate("cache", limits.blocks * layout.block_bytes)
     attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
     areas = arena_layout(
-        config, limits.max_tokens, limits.max_rows, dtype.itemsize, gate_in_place=kernels.gate_in_place
+        config,
+        limits.max_tokens,
+        limits.max_rows,
+        dtype.itemsize,
+        gate_in_place=kernels.gate_in_place,
+        fp8=kernels.fp8 is not None,
     )
     arena = ActivationArena(areas, dtype, device)
+    if kernels.fp8 is not None:
+        kernels.fp8.arena = arena
     blocks_per_slot = layout.blocks_for(limits.max_model_len)
     slots = SlotTable(
         limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device

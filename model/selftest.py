@@ -7,6 +7,7 @@ from octavo.model.kernels import Linear
 from octavo.model.transformer import Transformer
 
 ROWS = 64
+ON_GPU = "matrix libraries and attention of a GPU add in orders that depend on the whole step"
 SMALLER = (1, 2, 3, 5, 8, 13, 32)
 """Numbers of rows at which matrix libraries are known to change the order of their sums."""
 

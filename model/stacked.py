@@ -58,10 +58,13 @@ class StackedLinear:
         return next((part, first) for part, first in self._places() if row < first + part.out_features)
 
 
-def fused_linear(kernels: Kernels, matrix: FusedMatrix, quantised: Mapping[str, str]) -> Linear:
-    """Make the Linear of a matrix; quantised: types of the tensors that are kept in their blocks."""
+def fused_linear(kernels: Kernels, matrix: FusedMatrix, quantised: Mapping[str, str], numbers: str = "") -> Linear:
+    """Make the Linear of a matrix.
+
+    quantised: types of the tensors that are kept in their blocks; numbers: what the other ones are kept in.
+    """
     linears: list[Linear] = [
-        kernels.linear(rows, matrix.in_features, bias=matrix.bias, quantised=kind)
+        kernels.linear(rows, matrix.in_features, bias=matrix.bias, quantised=kind or numbers)
         for kind, rows in matrix.runs(quantised)
     ]
     return linears[0] if len(linears) == 1 else StackedLinear(linears)

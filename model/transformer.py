@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.model.arena import ActivationArena
 from octavo.model.attention import AttentionBackend
 from octavo.model.config import ModelConfig
-from octavo.model.kernels import Kernels, Linear
+from octavo.model.kernels import FP8_KIND, Kernels, Linear
 from octavo.model.layers import RMSNorm, rope_table
 from octavo.model.matrices import BlockMatrices, kept_quantised, vocabulary_matrices
 from octavo.model.stacked import destinations, fused_linear
@@ -88,7 +88,8 @@ class Block:
         self._prefix = f"model.layers.{layer}."
         self._quantised = kept_quantised(config, panels=kernels.panels)
         self._matrices = BlockMatrices.of(config, layer)
-        linear = partial(fused_linear, kernels, quantised=self._quantised)
+        numbers = "" if kernels.fp8 is None else FP8_KIND
+        linear = partial(fused_linear, kernels, quantised=self._quantised, numbers=numbers)
         self.attention_norm = norm(config.width)
         self.qkv = linear(self._matrices.qkv)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None

@@ -16,13 +16,14 @@ from octavo.model.attention.flashinfer import float_workspace
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU, choose_device
 from octavo.model.flashinfer_library import flashinfer_problem, kernels_problem
+from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cores import available_cores
 from octavo.model.matrices import kept_quantised
 from octavo.model.memory import kv_layout
 from octavo.model.placement import Placement, place_on_cpu, place_on_gpu
 from octavo.model.roofline import Device
 from octavo.model.runner import ModelRunner, build_runner
-from octavo.model.selftest import check_batch_invariance
+from octavo.model.selftest import ON_GPU, check_batch_invariance
 from octavo.model.warmup import warm_up
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.weights.headers import tensor_shapes
@@ -76,7 +77,7 @@ def load(
         report(Loading(phase="running every operation once", progress=1.0))
         warm_up(runner)
     report(Loading(phase="checking batch invariance", progress=1.0))
-    invariance = check_batch_invariance(runner.model)
+    invariance = (False, ON_GPU) if gpu is not None else check_batch_invariance(runner.model)
     if kernels.name != "torch":
         # The kernels have threads of their own. What is left to torch is one row of logits at a time, too little to be
         # worth its threads, whose barriers spin and so take time from whoever else computes.
@@ -92,11 +93,11 @@ def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     widen = config.dtype != "auto"
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=widen)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
-    wanted = Workspaces(config.attention_prefill, config.attention_decode)
+    wanted, fp8 = Workspaces(config.attention_prefill, config.attention_decode), config.quantization == "fp8"
     try:
         if device == CPU:
-            return checkpoint, place_on_cpu(dtype, wanted)
-        return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted)
+            return checkpoint, place_on_cpu(dtype, wanted, fp8=fp8)
+        return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted, fp8=fp8)
     except (ValueError, PermissionError) as error:  # an option, OCTAVO_KERNELS or OCTAVO_CACHE_DIR
         raise ConfigurationError(str(error)) from error
 
@@ -168,6 +169,12 @@ def gpu_memory(placement: Placement) -> Device | None:
     return Device(torch.cuda.get_device_name(placement.device), torch.cuda.mem_get_info(placement.device)[1])
 
 
+def _kept(model: ModelConfig, placement: Placement) -> tuple[str, ...]:
+    """Types of the weights that are not kept as numbers of the engine's dtype."""
+    kinds = set(kept_quantised(model, panels=placement.kernels.panels).values())
+    return tuple(sorted(kinds)) if placement.kernels.fp8 is None else (FP8_KIND,)
+
+
 def _runtime(engine: _Engine) -> MemoryLine:
     """What lies beside the buckets: on a GPU as measured, once steps are captured."""
     if not engine.placement.on_gpu:
@@ -193,7 +200,7 @@ def _describe(
         eos_ids=model.eos_ids,
         device=str(placement.device),
         dtype=str(placement.dtype).removeprefix("torch."),
-        quantised=tuple(sorted(set(kept_quantised(model, panels=placement.kernels.panels).values()))),
+        quantised=_kept(model, placement),
         weights_digest=weights_digest,
         kernels=placement.kernels.name,
         process=os.getpid(),

@@ -16,6 +16,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A directory, a .gguf file, a Hub id or `smollm2`."""
     load_format: Literal["auto", "safetensors", "gguf", "random"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    quantization: Literal["auto", "fp8"] = "auto"
+    """fp8 keeps the matrices of the blocks in 8-bit floats; auto keeps what the checkpoint has."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_prefill: Literal["fa2", "fa3"] = "fa2"
     attention_decode: Literal["fa2", "xqa"] = "fa2"

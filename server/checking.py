@@ -45,6 +45,7 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
         engine=engine,
         machine=Machine(memory_capacity(), available_cores()),
         dtype=name,
+        fp8=kernels.fp8 is not None,
         kv_dtype=name,
         panels=kernels.panels,
         device=gpu_memory(placement),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from octavo.model.config import ModelConfig
+from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.build import can_build_library
 from octavo.model.kernels.cores import available_cores
 from octavo.model.roofline import DEVICES, Device
@@ -25,6 +26,7 @@ PLANNED_SETTINGS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "quantization",
         "block_size",
         "kv_blocks",
         "memory",
@@ -65,9 +67,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="N", default="1", help="Devices that share the model by tensor parallelism. Default: 1."
     )
-    parser.add_argument(
-        "--dtype", choices=("auto", *DTYPE_BYTES), help="Type of weights and activations. Default: as served."
-    )
+    numbers = ("auto", "bfloat16", "float32", "float16")
+    parser.add_argument("--dtype", choices=numbers, help="Type of weights and activations. Default: as served.")
     parser.add_argument(
         "--kv-cache-dtype",
         choices=("auto", *DTYPE_BYTES),
@@ -136,7 +137,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
     kv_dtype = parsed.kv_cache_dtype
     device = _device(parsed.device)
     if kv_dtype == "auto":
-        kv_dtype = "bfloat16" if dtype == "fp8" else dtype
+        kv_dtype = dtype
     devices = _number("--devices", parsed.devices, MAX_DEVICES) or 1
     if device is None and devices > 1:
         raise SettingsError("--devices: this machine's CPU is one; name a --device")
@@ -147,6 +148,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
         device=device,
         devices=devices,
         dtype=dtype,
+        fp8=engine.quantization == FP8_KIND,
         kv_dtype=kv_dtype,
         panels=device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
         users=_number("--users", parsed.users, 4096),

@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.config import ModelConfig
+from octavo.model.kernels import FP8_KIND
 from octavo.model.matrices import kept_quantised
 from octavo.model.memory import Formats, activation_lines, rank_shape
 from octavo.model.roofline import DEVICES, Device
@@ -34,7 +35,7 @@ MIB = 1 << 20
 COLLECTIVES_RUNTIME = 256 * MIB
 """What NCCL's buffers take of each device, predicted."""
 MAX_DEVICES = 64
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KIND: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Question:
     """None is this machine's CPU."""
     devices: int = 1
     dtype: str = "bfloat16"
+    """Of activations, and of weights but for the matrices that are kept in 8-bit floats."""
+    fp8: bool = False
     kv_dtype: str = "bfloat16"
     panels: bool = False
     users: int | None = None
@@ -60,11 +63,11 @@ class Question:
 
     @property
     def formats(self) -> Formats:
-        """How each device keeps numbers. With 8-bit weights the activations stay in 16 bits."""
-        matrices = DTYPE_BYTES[self.dtype]
+        """How each device keeps numbers."""
+        numbers = DTYPE_BYTES[self.dtype]
         return Formats(
-            activations=max(matrices, 2),
-            matrices=matrices,
+            activations=numbers,
+            matrices=1 if self.fp8 else numbers,
             cache=DTYPE_BYTES[self.kv_dtype],
             panels=self.panels,
             threads=self.machine.cores,
@@ -76,7 +79,7 @@ class Question:
     @property
     def weights(self) -> str:
         """What the weights are kept in: a dtype, or also types of quantised blocks."""
-        kinds = sorted(set(kept_quantised(self.model, panels=self.panels).values()))
+        kinds = [FP8_KIND] if self.fp8 else sorted(set(kept_quantised(self.model, panels=self.panels).values()))
         return " and ".join((*kinds, self.dtype)) if kinds else self.dtype
 
     @property
@@ -90,13 +93,14 @@ class Question:
     def not_served(self) -> tuple[str, ...]:
         """What this version of Octavo can plan but not serve."""
         found = ["tensor parallelism"] if self.devices > 1 else []
-        found += ["8-bit floats"] if "fp8" in (self.dtype, self.kv_dtype) else []
+        found += ["a cache of 8-bit floats"] if self.kv_dtype == FP8_KIND else []
+        found += ["8-bit floats on a CPU"] if self.fp8 and self.device is None else []
         found += ["float16 on a CPU"] if self.device is None and "float16" in (self.dtype, self.kv_dtype) else []
         return (*found, *(["a cache of another dtype"] if self._mixed else []))
 
     @property
     def _mixed(self) -> bool:
-        return self.dtype != self.kv_dtype and "fp8" not in (self.dtype, self.kv_dtype)
+        return self.dtype != self.kv_dtype != FP8_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +194,14 @@ def _candidates(question: Question) -> Iterator[tuple[str, Forecast]]:
         return
     if question.kv_dtype != "fp8":
         yield _try(replace(question, kv_dtype="fp8"), "--kv-cache-dtype fp8")
-    if question.dtype != "fp8":
-        yield _try(replace(question, dtype="fp8"), "--dtype fp8")
+    if not question.fp8:
+        yield _try(replace(question, fp8=True), "--quantization fp8")
     yield from _more_devices(question)
     yield from _other_devices(question)
-    if question.dtype != "fp8":
-        narrow = replace(question, dtype="fp8")
-        yield from _more_devices(narrow, "--dtype fp8 ")
-        yield from _other_devices(narrow, "--dtype fp8 ")
+    if not question.fp8:
+        narrow = replace(question, fp8=True)
+        yield from _more_devices(narrow, "--quantization fp8 ")
+        yield from _other_devices(narrow, "--quantization fp8 ")
     for device in _larger(question):
         yield from _more_devices(replace(question, device=device), f"--device {device.name} ")
 

@@ -53,6 +53,9 @@ SETTINGS = (
         choices=("auto", "bfloat16", "float32", "float16"),
     ),
     Setting(
+        "quantization", MODEL, word, "auto", "fp8 rounds the blocks' matrices to 8 bits (GPU).", choices=("auto", "fp8")
+    ),
+    Setting(
         "max_model_len",
         MODEL,
         count(1),

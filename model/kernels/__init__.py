@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.model.kernels.fp8 import Fp8Scratch
+
+FP8_KIND = "fp8"
+"""The `quantised` of a Linear in 8-bit floats, with kernels that have `fp8`: rounded while it is loaded."""
+
 
 class Linear(Protocol):
     """y = x W^T + b, with W: [out_features, in_features] kept in whatever order the kernel likes.
@@ -69,6 +74,11 @@ class Kernels(Protocol):
     """Whether SiLU(gate) * up may overwrite the gate; otherwise the arena has an area for it."""
     threads: int
     """How many threads compute."""
+
+    @property
+    def fp8(self) -> Fp8Scratch | None:
+        """Where activations are rounded to, if the blocks' matrices are kept in 8-bit floats; else None."""
+        ...
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body`, which computes on the same memory each time, and return the fastest way to run it again."""

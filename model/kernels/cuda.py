@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.model.flashinfer_library import load_flashinfer
+from octavo.model.kernels import FP8_KIND
+from octavo.model.kernels.fp8 import Fp8Linear, Fp8Scratch
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -65,7 +67,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 
 class CudaKernels:
-    """The Kernels protocol on one GPU, in bfloat16 or float16."""
+    """The Kernels protocol on one GPU, in bfloat16 or float16; with fp8, the blocks' matrices in 8-bit floats."""
 
     name = "flashinfer"
     row_multiple = 1
@@ -74,11 +76,12 @@ class CudaKernels:
     threads = 0
     """Of the host."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
         """Raises ValueError for another dtype, and DeviceError without FlashInfer."""
         if dtype not in DTYPES:
             raise ValueError(f"the GPU kernels compute in bfloat16 or float16, not in {dtype}")
         self.dtype = dtype
+        self.fp8 = Fp8Scratch() if fp8 else None
         self._device = device
         self._library: Any = load_flashinfer()
 
@@ -87,8 +90,12 @@ class CudaKernels:
         body()
         return body
 
-    def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> CudaLinear:
-        """Make a Linear with uninitialised weights. ValueError for quantised ones: they must be widened."""
+    def linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = ""
+    ) -> CudaLinear | Fp8Linear:
+        """Make a Linear with uninitialised weights. ValueError for quantised blocks: they must be widened."""
+        if quantised == FP8_KIND and self.fp8 is not None:
+            return Fp8Linear(self.fp8, self._device, (out_features, in_features), bias=bias)
         if quantised:
             raise ValueError(f"the GPU kernels do not multiply with {quantised} blocks")
         return CudaLinear(self.dtype, self._device, (out_features, in_features), bias=bias)

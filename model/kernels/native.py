@@ -194,6 +194,7 @@ class NativeKernels:
     row_multiple = 1
     panels = True
     gate_in_place = True
+    fp8 = None
 
     def __init__(self, library: Library, name: str, dtype: torch.dtype) -> None:
         """`name` is the code path, one that this CPU can run; `dtype` that of weights and activations."""

@@ -47,7 +47,7 @@ def gpu(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (3 * GIB, 4 * GIB))
     monkeypatch.setattr(placement, "CudaCapture", lambda _device: EagerCapture(emulation))
     monkeypatch.setattr(loading, "choose_device", lambda _name, _problem: torch.device("cuda", 0))
-    monkeypatch.setattr(loading, "place_on_gpu", lambda _device, *rest: place_on_gpu(CPU, *rest))
+    monkeypatch.setattr(loading, "place_on_gpu", lambda _device, *rest, fp8: place_on_gpu(CPU, *rest, fp8=fp8))
     return emulation
 
 
@@ -82,6 +82,19 @@ def test_an_engine_on_a_gpu_is_planned_built_warmed_and_serves(gpu: Emulation, d
     assert 0 <= 4 * GIB - GPU_RUNTIME - spent < ready.block_size * ready.kv_bytes_per_token
     eager, _ = served(directory, enforce_eager=True)
     assert eager == tokens
+
+
+def test_an_engine_in_8_bits_holds_and_says_what_was_planned(gpu: Emulation, directory: Path) -> None:
+    tokens, ready = served(directory, quantization="fp8")
+    assert len(tokens) == 6
+    _, usual = served(directory)
+    for bucket in ("weights", "cache", "activations"):
+        line = next(line for line in ready.memory if line.bucket == bucket)
+        assert line.allocated == line.planned > 0
+    assert (ready.dtype, ready.quantised, usual.quantised) == ("bfloat16", ("fp8",), ())
+    assert ready.memory[0].allocated < usual.memory[0].allocated
+    assert (ready.batch_invariant, usual.batch_invariant) == (False, False)
+    assert "add in orders that depend on the whole step" in ready.batch_invariance_reason
 
 
 def test_every_kernel_has_run_before_the_engine_is_ready(gpu: Emulation, directory: Path) -> None:

@@ -49,6 +49,17 @@ def test_llama_3_70b_fits_on_one_h200_with_room_for_more_than_23000_tokens(capsy
     assert plan["predicted"] is True
 
 
+@pytest.mark.parametrize("device", ["h100-80g", "h200"])
+def test_llama_3_70b_in_8_bits_fits_on_one_gpu_with_its_scales(device: str, capsys: Capture) -> None:
+    code, plan = planned(capsys, "llama-3-70b", "--device", device, "--quantization", "fp8")
+    matrices, scales = 68_451_041_280, 4 * 80 * (10_240 + 8192 + 57_344 + 8192)
+    tables, norms = 2 * 2 * 128_256 * 8192, 2 * (80 * 16_384 + 8192)
+    assert (code, plan["weights"]) == (0, matrices + scales + tables + norms)
+    assert (plan["weights_in"], plan["dtype"], plan["not_served"]) == ("fp8 and bfloat16", "bfloat16", [])
+    assert plan["kv_bytes_per_token"] == 327_680
+    assert planned(capsys, "llama-3-70b", "--quantization", "fp8")[1]["not_served"] == ["8-bit floats on a CPU"]
+
+
 def test_the_text_says_the_same_and_labels_what_is_predicted_or_not_served(capsys: Capture) -> None:
     assert main(["plan", "llama-3-70b", "--device", "h200"]) == 0
     text = capsys.readouterr().out
@@ -63,7 +74,7 @@ def test_what_does_not_fit_is_exit_code_1_with_three_changes_that_do(capsys: Cap
     code, plan = planned(capsys, "llama-3-70b", "--device", "h100-80g")
     assert (code, plan["fits"], plan["blocks"]) == (1, False, 0)
     assert "141,868,359,940 B" in plan["shortfall"]
-    assert [change["change"] for change in plan["changes"]] == ["--dtype fp8", "--devices 2", "--device h200"]
+    assert [change["change"] for change in plan["changes"]] == ["--quantization fp8", "--devices 2", "--device h200"]
     for change in plan["changes"]:
         arguments = ["llama-3-70b", "--device", "h100-80g", *change["change"].split()]
         code, again = planned(capsys, *arguments)
@@ -110,7 +121,7 @@ def test_more_memory_and_more_devices_never_hold_less(capsys: Capture) -> None:
     assert parallel == sorted(parallel)
     narrow = planned(capsys, "llama-3-70b", "--device", "h200", "--kv-cache-dtype", "fp8")[1]
     assert narrow["kv_bytes_per_token"] == 327_680 // 2
-    assert narrow["not_served"] == ["8-bit floats"]
+    assert narrow["not_served"] == ["a cache of 8-bit floats"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -36,6 +36,7 @@ GIVEN = {
     "tool_call_parser": ("mistral", "mistral"),
     "log_format": ("json", "json"),
     "otlp_traces_endpoint": ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
+    "quantization": ("fp8", "fp8"),
     "device": ("cpu", "cpu"),
     "attention_prefill": ("fa3", "fa3"),
     "attention_decode": ("xqa", "xqa"),

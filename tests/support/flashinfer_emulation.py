@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.model.flashinfer_library import load_flashinfer
+from octavo.model.kernels.fp8 import multiply as multiply_fp8
 
 HOPPER = (9, 0)
 MULTIPROCESSORS = 132
@@ -208,6 +209,19 @@ class Emulation:
             out[first : first + 8] = product[: len(rows)] + (0 if bias is None else bias.float())
         self.calls.kernels.append("multiply")
 
+    def multiply_fp8(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, bias: Any, out: Tensor):
+        """torch's own product, once everything is as its row-wise kernels on a GPU demand it."""
+        tokens, (inputs, outputs) = x.shape[0], weight.shape
+        require(x.dtype == weight.dtype == torch.float8_e4m3fn and out.dtype == torch.bfloat16, "dtypes")
+        require(x.is_contiguous() and weight.T.is_contiguous() and out.is_contiguous(), "x by rows, W by columns")
+        require(inputs % 16 == 0 and outputs % 16 == 0, "sides that 16 does not divide")
+        require(x_scales.shape == (tokens, 1) and weight_scales.shape == (1, outputs), "one scale a row and column")
+        require(x_scales.dtype == weight_scales.dtype == torch.float32, "scales in float32")
+        require(x_scales.is_contiguous() and weight_scales.is_contiguous(), "scales without gaps")
+        require(bias is None or bias.dtype == torch.bfloat16, "a bias of the result's dtype")
+        multiply_fp8(x, weight, x_scales, weight_scales, bias, out)
+        self.calls.kernels.append("multiply_fp8")
+
 
 def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.float()
@@ -244,4 +258,5 @@ def emulated_flashinfer() -> Iterator[Emulation]:
         for module, name, replacement in replaced:
             stack.enter_context(mock.patch.object(module, name, replacement))
         stack.enter_context(mock.patch("octavo.model.kernels.cuda.multiply", emulation.multiply))
+        stack.enter_context(mock.patch("octavo.model.kernels.fp8.multiply", emulation.multiply_fp8))
         yield emulation

@@ -67,8 +67,8 @@ class FakeCapture:
                 area.view(torch.uint8).fill_(255)  # NaN in every type of float
 
 
-def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES) -> Formats:
-    return replace(Formats.of(2, panels=False), gate_in_place=False, workspaces=workspaces)
+def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False) -> Formats:
+    return replace(Formats.of(2, panels=False), matrices=1 if fp8 else 2, gate_in_place=False, workspaces=workspaces)
 
 
 def build_on_gpu(
@@ -78,10 +78,11 @@ def build_on_gpu(
     capture: FakeCapture | None = None,
     workspaces: Workspaces = SMALL_WORKSPACES,
     reference: bool = False,
+    fp8: bool = False,
 ) -> tuple[ModelRunner, MemoryLedger]:
     """A runner with FlashInfer's attention, or the reference's beside the same kernels, and its ledger."""
-    ledger = MemoryLedger(plan_memory(checkpoint.config, gpu_formats(workspaces), limits, budget=1 << 40))
-    kernels, gpu = CudaKernels(torch.bfloat16, CPU), Gpu(CPU, workspaces, capture)
+    ledger = MemoryLedger(plan_memory(checkpoint.config, gpu_formats(workspaces, fp8=fp8), limits, budget=1 << 40))
+    kernels, gpu = CudaKernels(torch.bfloat16, CPU, fp8=fp8), Gpu(CPU, workspaces, capture)
     build = (checkpoint, kernels, torch.bfloat16, limits, ledger, lambda done, total: None, gpu)
     if not reference:
         runner = build_runner(*build)

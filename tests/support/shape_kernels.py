@@ -26,6 +26,7 @@ class ShapeKernels:
     row_multiple = 8
     panels = False
     gate_in_place = True
+    fp8 = None
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
