@@ -39,7 +39,7 @@ serve: install
 	exec $(BIN)/octavo serve $(MODEL) $(ARGS)
 
 test: install-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 endurance: install-test
 	$(BIN)/python -m pytest -m endurance --timeout 3600 $(ARGS)

@@ -26,7 +26,9 @@ def confine(address_space: int) -> None:
 
 
 def answer_lines(answer: Callable[[bytes], bytes]) -> None:
-    """Answer each line of the standard input with one, until the server closes the pipe."""
+    """Say by an empty line that the opening was read, then answer each line of the standard input with one."""
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(answer(line) + b"\n")
         sys.stdout.buffer.flush()

@@ -13,6 +13,9 @@ from octavo.server.errors import queue_full
 LINE_BYTES = 9 << 20
 """The longest answer of a worker."""
 
+START_SECONDS = 60.0
+"""How long a worker may take until it can be asked: a busy machine must not make a good question look a bad one."""
+
 
 class WorkerTimeoutError(Exception):
     """A worker took too long and was killed."""
@@ -50,7 +53,9 @@ class WorkerPool:
         alive = (worker for worker in iter(self._pop, None) if worker.alive)
         worker = next(alive, None) or await Worker.start(self._command)
         try:
-            return await asyncio.wait_for(worker.ask(question, self._opening), seconds)
+            if not worker.ready:
+                await asyncio.wait_for(worker.open(self._opening), START_SECONDS)
+            return await asyncio.wait_for(worker.ask(question), seconds)
         except TimeoutError:
             raise WorkerTimeoutError from None
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -75,7 +80,8 @@ class Worker:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._opened = False
+        self.ready = False
+        """Whether it can be asked."""
         self.intact = False
         """Whether the last question was answered."""
 
@@ -98,15 +104,18 @@ class Worker:
         """Whether the process has not ended, as far as is known."""
         return self._process.returncode is None
 
-    async def ask(self, question: bytes, opening: bytes) -> bytes:
+    async def open(self, opening: bytes) -> None:
+        """Send the first line and wait for the worker to answer it. Raises as `ask` does."""
+        await self.ask(opening)
+        self.ready = True
+
+    async def ask(self, question: bytes) -> bytes:
         """Return the answer to a line. Raises OSError or IncompleteReadError where the process has died of it."""
         self.intact = False
-        if not self._opened:
-            await self._write(opening)
-            self._opened = True
-        await self._write(question)
-        if self._process.stdout is None:
+        if self._process.stdin is None or self._process.stdout is None:
             raise BrokenPipeError
+        self._process.stdin.write(question + b"\n")
+        await self._process.stdin.drain()
         answer = await self._process.stdout.readuntil(b"\n")
         self.intact = True
         return answer
@@ -116,12 +125,6 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.communicate()
-
-    async def _write(self, line: bytes) -> None:
-        if self._process.stdin is None:
-            raise BrokenPipeError
-        self._process.stdin.write(line + b"\n")
-        await self._process.stdin.drain()
 
 
 def environment() -> dict[str, str]:

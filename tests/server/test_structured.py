@@ -129,7 +129,7 @@ def test_f02_a_grammar_that_takes_too_long_is_given_up_and_delays_no_other(
 
 def test_a_worker_that_dies_takes_nothing_with_it(vocabulary: Vocabulary, tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
-    script.write_text("import sys\nsys.stdin.readline()\nsys.stdin.readline()\n")
+    script.write_text("import sys\nsys.stdin.readline()\nprint(flush=True)\nsys.stdin.readline()\n")
 
     async def work(compiler: GrammarCompiler) -> None:
         assert "too much memory" in await refusal(compiler, "regex", "a")

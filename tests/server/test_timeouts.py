@@ -40,7 +40,7 @@ def test_a_request_that_waits_too_long_is_answered_503(tmp_path: Path) -> None:
 
 def test_a_request_that_takes_too_long_is_answered_504(tmp_path: Path) -> None:
     with live_server(command=story_command(tmp_path, {})) as live:
-        live.service.request_timeout = 0.5
+        live.service.request_timeout = 2.0
         refused = live.post("/v1/completions", prompt=[SLOW], max_tokens=1900)
         assert (refused.status_code, refused.json()["error"]["code"]) == (504, "request_timeout")
         *before, last = live.stream_lines("/v1/completions", prompt=[SLOW], max_tokens=1900)
