@@ -28,7 +28,6 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBatch
 from octavo.model.attention.flashinfer import FlashInferAttention
-from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
 from octavo.model.graphs import CudaCapture, Gpu
 from octavo.model.kernels.cuda import CudaKernels
@@ -42,6 +41,9 @@ from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import Submission
 from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.request import Limits
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.reference_attention import ReferenceAttention
 
 TOLERANCE = 2.0**-8
 """Of a result's norm: half a unit of bfloat16 for the output and as much for the weights of attention."""
@@ -344,7 +346,6 @@ def dry_sizes() -> Sizes:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from support.flashinfer_emulation import emulated_flashinfer  # noqa: PLC0415
 
     with emulated_flashinfer():

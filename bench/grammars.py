@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.schemas import REGEXES, SCHEMAS, instance_text
 
 ROUNDS = 5
+END_IDS = read_config(locate("smollm2")).eos_ids
 
 Walk = Callable[[Sequence[int]], list[float]]
 """Takes the tokens of an accepted text; returns the seconds that each mask took."""
@@ -101,12 +103,12 @@ def llguidance_library(tokenizer: Tokenizer) -> Library:
         tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocabulary)]  # noqa: RUF012
         special_token_ids = [i for i in range(tokenizer.vocabulary) if tokenizer.is_special(i)]  # noqa: RUF012
         bos_token_id = tokenizer.bos_id
-        eos_token_id = tokenizer.eos_ids[0]
+        eos_token_id = END_IDS[0]
 
         def __call__(self, text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
 
-    vocabulary = llguidance.LLTokenizer(Vocabulary(), eos_token=list(tokenizer.eos_ids))
+    vocabulary = llguidance.LLTokenizer(Vocabulary(), eos_token=list(END_IDS))
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
     def compile_grammar(kind: str, value: Any) -> Walk:
@@ -136,7 +138,7 @@ def xgrammar_library(tokenizer: Tokenizer) -> Library:
 
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocabulary)]
     info = xgrammar.TokenizerInfo(
-        tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=list(tokenizer.eos_ids)
+        tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=list(END_IDS)
     )
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     bitmask = xgrammar.allocate_token_bitmask(1, len(tokens))

@@ -1,7 +1,6 @@
 """From the configuration to an engine that is ready: the model, its memory, its limits."""
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import ON_GPU, check_batch_invariance
 from octavo.model.warmup import warm_up
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.model.weights.headers import tensor_shapes
+from octavo.model.weights.headers import parameters
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.model.workspaces import Workspaces
@@ -189,7 +188,7 @@ def _describe(
     model, limits, placement = engine.config, engine.limits, engine.placement
     return Ready(
         architecture=model.architecture,
-        parameters=sum(map(math.prod, tensor_shapes(model).values())),
+        parameters=parameters(model),
         vocabulary=model.vocabulary,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows,

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from octavo.model.weights.headers import check_headers
@@ -73,50 +73,48 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
+
+    def add(name: str, summary: str, **texts: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **texts,
+        )
+
+    serve = add(
         "serve",
-        help="load a model and serve it over HTTP",
+        "load a model and serve it over HTTP",
         description="Load a model and serve it over HTTP, with the API of OpenAI.",
         usage="octavo serve [MODEL] [options]",
         epilog=f"{VARIABLES}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(serve)
-    check = commands.add_parser(
+    check = add(
         "check",
-        help="say whether serve could start with these options, without starting",
+        "say whether serve could start with these options, without starting",
         description=checking.HELP,
         usage="octavo check [MODEL] [options of serve]",
         epilog=f"{VARIABLES}\n\n{checking.EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(check)
-    plan = commands.add_parser(
+    plan = add(
         "plan",
-        help="say what a model takes in memory, before anything is loaded",
+        "say what a model takes in memory, before anything is loaded",
         description=answering.PLAN_HELP,
         epilog=answering.PLAN_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     answering.add_plan_arguments(plan)
-    describe = commands.add_parser(
-        "describe",
-        help="draw a model's block as a table, with its parameters",
-        description=answering.DESCRIBE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    describe = add(
+        "describe", "draw a model's block as a table, with its parameters", description=answering.DESCRIBE_HELP
     )
     answering.add_describe_arguments(describe)
-    bench = commands.add_parser(
+    bench = add(
         "bench",
-        help="send load to a server and report throughput and latencies",
+        "send load to a server and report throughput and latencies",
         description=measuring.HELP,
         epilog=measuring.EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     measuring.add_arguments(bench)
     return parser
@@ -126,18 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. An error that is the user's to mend is one line on stderr."""
     parsed = make_parser().parse_args(arguments)
     try:
-        if parsed.command == "plan":
-            exit_code, lines = answering.plan(parsed)
-            return _print(lines, exit_code)
-        if parsed.command == "describe":
-            return _print(answering.describe_model(parsed), 0)
-        if parsed.command == "check":
-            exit_code, lines = checking.check(resolve(vars(parsed), os.environ))
-            return _print(lines, exit_code)
-        if parsed.command == "bench":
-            exit_code, lines = measuring.bench(parsed)
-            return _print(lines, exit_code)
-        return _serve(parsed)
+        return _run(parsed)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -149,10 +136,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(code)
 
 
-def _print(lines: Iterator[str], code: int) -> int:
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.command == "serve":
+        return _serve(parsed)
+    if parsed.command == "check":
+        exit_code, lines = checking.check(resolve(vars(parsed), os.environ))
+    elif parsed.command == "plan":
+        exit_code, lines = answering.plan(parsed)
+    elif parsed.command == "describe":
+        exit_code, lines = 0, answering.describe_model(parsed)
+    else:
+        exit_code, lines = measuring.bench(parsed)
     for line in lines:
         print(line)
-    return code
+    return exit_code
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -19,7 +19,6 @@ from octavo.scheduler.faults import faults_in
 from octavo.scheduler.messages import (
     Abort,
     EngineConfig,
-    EngineStats,
     FinishReason,
     Loading,
     Ready,
@@ -128,8 +127,6 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, command: Sequence[str], metrics: Metrics, policy: RestartPolicy) -> None:
         self.metrics = metrics
-        self.stats = EngineStats()
-        """As of the last report."""
         self.failure: EngineError | None = None
         """Why there is no engine any more; None while there is one, or will be again."""
         self.lost = asyncio.Event()
@@ -234,10 +231,9 @@ class EngineClient:
 
     def _end_request(self, event: TokenEvent) -> None:
         """End a request that no engine will end."""
-        self._hear(StepReport(events=(event,), stats=self.stats))
+        self._hear(StepReport(events=(event,), stats=self.metrics.stats))
 
     def _hear(self, report: StepReport) -> None:
-        self.stats = report.stats
         self._stalls.reported()
         self.metrics.step(report)
         for event in report.events:
@@ -275,7 +271,6 @@ class EngineClient:
         while self.failure is None:
             error = await asyncio.shield(self._process.ended)
             self.restarting = True
-            self.stats = EngineStats()
             self.metrics.engine_died()
             try:
                 self._bury(error)

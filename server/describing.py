@@ -1,6 +1,5 @@
 """What `octavo describe` says of a model: its block as a table, its parameters, and what a token costs in the cache."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +8,7 @@ from octavo.kvcache.layout import KVLayout
 from octavo.model.config import ModelConfig
 from octavo.model.memory import block_norms, kv_layout
 from octavo.model.roofline import block_parameters
-from octavo.model.weights.headers import tensor_shapes
+from octavo.model.weights.headers import parameters
 
 if TYPE_CHECKING:
     from octavo.model.trace import Trace
@@ -44,11 +43,6 @@ def matrices(config: ModelConfig) -> tuple[Matrix, ...]:
         Matrix("W_up", width, ffn_width, "norm(x')", "up"),
         Matrix("W_down", ffn_width, width, "SiLU(gate) * up", "added to x'"),
     )
-
-
-def parameters(config: ModelConfig) -> int:
-    """All numbers of the model; tied embeddings count once."""
-    return sum(map(math.prod, tensor_shapes(config).values()))
 
 
 def attention_parameters(config: ModelConfig) -> int:

@@ -7,9 +7,10 @@ looked up when somebody asks: all of its anonymous memory that is in no bucket.
 import os
 from pathlib import Path
 
+from octavo.kvcache.ledger import BUCKETS
 from octavo.scheduler.messages import EngineStats, MemoryLine, Ready
 
-BUCKETS = ("weights", "cache", "activations", "runtime", "host")
+ACCOUNTS = (*BUCKETS, "runtime", "host")
 
 
 class MemoryAccounts:
@@ -24,10 +25,10 @@ class MemoryAccounts:
         self._ready = ready
 
     def lines(self, stats: EngineStats) -> list[MemoryLine]:
-        """Return one line for each of BUCKETS; all of them 0 until the engine is ready."""
+        """Return one line for each of ACCOUNTS; all of them 0 until the engine is ready."""
         ready = self._ready
         if ready is None:
-            return [MemoryLine(bucket=bucket, planned=0, allocated=0) for bucket in BUCKETS]
+            return [MemoryLine(bucket=bucket, planned=0, allocated=0) for bucket in ACCOUNTS]
         lines = {line.bucket: line for line in ready.memory}
         block_bytes = ready.kv_bytes_per_token * ready.block_size
         in_buckets = sum(line.allocated for line in lines.values())

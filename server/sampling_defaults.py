@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from octavo.model.weights.configuration import read_json
 from octavo.model.weights.errors import CheckpointError
@@ -38,11 +39,6 @@ class SamplingDefaults:
                 yield f"{field.name} {value:g}"
 
 
-NEUTRAL: Mapping[str, float] = {
-    field.name: getattr(SamplingDefaults(), field.name) for field in fields(SamplingDefaults)
-}
-
-
 def choose_sampling_defaults(path: Path, *, wanted: bool) -> SamplingDefaults:
     """Return those of the model, if they are wanted, and log which. Raises CheckpointError."""
     if not wanted:
@@ -56,20 +52,11 @@ def model_sampling_defaults(path: Path) -> SamplingDefaults:
     """Read them from the directory of a model; a .gguf file has none. Raises CheckpointError."""
     file = path / "generation_config.json"
     values = read_json(file) if path.is_dir() and file.is_file() else {}
-    return SamplingDefaults(
-        temperature=_number(values, "temperature", file),
-        top_p=_number(values, "top_p", file),
-        top_k=int(_number(values, "top_k", file)),
-        min_p=_number(values, "min_p", file),
-        repetition_penalty=_number(values, "repetition_penalty", file),
-    )
+    return SamplingDefaults(**{name: _number(values, name, file) for name in RANGES if values.get(name) is not None})
 
 
-def _number(values: Mapping[str, object], name: str, file: Path) -> float:
-    value = values.get(name)
-    if value is None:
-        return NEUTRAL[name]
-    least, most = RANGES[name]
+def _number(values: Mapping[str, object], name: str, file: Path) -> Any:
+    value, (least, most) = values[name], RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise CheckpointError(f"{file}: {name} must be a number from {least:g} to {most:g}, not {value!r:.40}")
-    return value
+    return int(value) if name == "top_k" else value

@@ -60,15 +60,12 @@ class TextStream:
         """Whether bytes of a character to come are kept; they become exactly one character, or one U+FFFD."""
         self._match: _Match | None = None
         """The stop string that has ended the text."""
-        self.consumed = 0
-        """Tokens read, the one that completed a stop string included."""
 
     def feed(self, tokens: Sequence[int]) -> TextDelta:
         """Read tokens; return what they allow to be shown. After a stop string, tokens are ignored."""
         for token in tokens:
             if self._match is not None:
                 break
-            self.consumed += 1
             self._read(token)
         return self._release()
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         bos_token: str | None = None,
-        eos_tokens: Sequence[str] = (),
+        eos_token: str | None = None,
         adds_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
@@ -50,11 +50,10 @@ class Tokenizer:
         self.longest_piece = _longest_piece(backend)
         """The most characters of a text that one token stands for; None where that is not bounded."""
         self._long_texts = ThreadPoolExecutor(2, thread_name_prefix="long texts")
-        self.bos_token = bos_token
-        self.eos_token = eos_tokens[0] if eos_tokens else None
-        self.bos_id = self._id(bos_token) if bos_token is not None else None
-        self.eos_ids = tuple(dict.fromkeys(self._id(token) for token in eos_tokens))
-        """Tokens that end a text, those of the chat template's turns among them where a GGUF file names them."""
+        self.bos_token, self.eos_token = bos_token, eos_token
+        self.bos_id = None if bos_token is None else self._id(bos_token)
+        if eos_token is not None:
+            self._id(eos_token)  # one that is not there is refused
         self.chat_template = chat_template
         """Jinja source, or None."""
         if adds_bos and bos_token is not None and backend.post_processor is None:
@@ -160,11 +159,10 @@ def _from_directory(directory: Path) -> Tokenizer:
         raise TokenizerError("no tokenizer.json here; a model needs one (or use a .gguf file, which carries its own)")
     config = _read_json(directory / "tokenizer_config.json")
     names = _read_json(directory / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    eos = _token_string(names.get("eos_token"))
     return Tokenizer(
         _parse(directory / "tokenizer.json"),
         bos_token=_token_string(names.get("bos_token")),
-        eos_tokens=() if eos is None else (eos,),
+        eos_token=_token_string(names.get("eos_token")),
         adds_bos=config.get("add_bos_token") is True,
         chat_template=_chat_template(directory, config),
     )
@@ -177,7 +175,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     return Tokenizer(
         parts.backend,
         bos_token=parts.bos_token,
-        eos_tokens=parts.eos_tokens,
+        eos_token=parts.eos_token,
         adds_bos=parts.adds_bos,
         chat_template=template if isinstance(template, str) else None,
     )

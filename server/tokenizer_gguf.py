@@ -63,7 +63,7 @@ class GGUFTokenizer:
 
     backend: Tokenizer
     bos_token: str | None
-    eos_tokens: tuple[str, ...]
+    eos_token: str | None
     adds_bos: bool
 
 
@@ -82,7 +82,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     except Exception as error:  # missing or malformed metadata; `tokenizers` raises nothing more specific
         raise TokenizerError(f"the tokenizer's metadata cannot be used: {type(error).__name__}: {error}") from None
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.adds_bos)
-    return GGUFTokenizer(backend, bos, tuple(token for token in ends if token is not None), bool(adds_bos))
+    eos = next((token for token in ends if token is not None), None)
+    return GGUFTokenizer(backend, bos, eos, bool(adds_bos))
 
 
 def _rules(metadata: Mapping[str, Any]) -> ByteLevelRules:

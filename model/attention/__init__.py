@@ -1,6 +1,6 @@
 """The attention seam: what a backend is given and what it must do.
 
-Behind it stand `cpu` (C++), `fallback` (torch), on a GPU `flashinfer`, and `reference`, the oracle of the tests.
+Behind it stand `cpu` (C++), `fallback` (torch), and on a GPU `flashinfer`.
 """
 
 from dataclasses import dataclass

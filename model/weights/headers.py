@@ -1,10 +1,12 @@
 """What a checkpoint holds, from its headers alone. Imports no torch: a bad model is refused within a second."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from octavo.model.config import ModelConfig
+from octavo.model.matrices import BlockMatrices, FusedMatrix, vocabulary_matrices
 from octavo.model.weights.configuration import gguf_config, read_config
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
@@ -44,35 +46,34 @@ def check_headers(path: Path, load_format: str) -> None:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the architecture by its Hugging Face name; tied embeddings once, as the embedding."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocabulary, config.width)}
+    embedding, *head = vocabulary_matrices(config)
+    shapes = _matrix_shapes(embedding)
     for layer in range(config.layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(config).items()}
+        prefix = f"model.layers.{layer}."
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), config.width)
+        head_norms = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), config.head_dim) if config.qk_norm else {}
+        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in (norms | head_norms).items()}
+        for matrix in BlockMatrices.of(config, layer).all():
+            shapes |= _matrix_shapes(matrix)
     shapes["model.norm.weight"] = (config.width,)
-    if not config.tied_embeddings:
-        shapes[HEAD] = (config.vocabulary, config.width)
+    for matrix in head:
+        shapes |= _matrix_shapes(matrix)
     return shapes
 
 
-def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, q_width, kv_width, ffn_width = config.width, config.q_width, config.kv_width, config.ffn_width
-    matrices = {
-        "self_attn.q_proj": (q_width, width, config.qkv_bias),
-        "self_attn.k_proj": (kv_width, width, config.qkv_bias),
-        "self_attn.v_proj": (kv_width, width, config.qkv_bias),
-        "self_attn.o_proj": (width, q_width, config.output_bias),
-        "mlp.gate_proj": (ffn_width, width, config.ffn_bias),
-        "mlp.up_proj": (ffn_width, width, config.ffn_bias),
-        "mlp.down_proj": (width, ffn_width, config.ffn_bias),
-    }
+def _matrix_shapes(matrix: FusedMatrix) -> dict[str, tuple[int, ...]]:
+    """The tensors of a matrix: weights, and biases where it has them."""
     shapes: dict[str, tuple[int, ...]] = {}
-    shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (width,)
-    for name, (outputs, inputs, has_bias) in matrices.items():
-        shapes[f"{name}.weight"] = (outputs, inputs)
-        if has_bias:
-            shapes[f"{name}.bias"] = (outputs,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    for name, rows in matrix.parts:
+        shapes[f"{name}.weight"] = (rows, matrix.in_features)
+        if matrix.bias:
+            shapes[f"{name}.bias"] = (rows,)
     return shapes
+
+
+def parameters(config: ModelConfig) -> int:
+    """All numbers of the model; tied embeddings count once."""
+    return sum(map(math.prod, tensor_shapes(config).values()))
 
 
 def source_of(name: str, *, tied: bool) -> str:

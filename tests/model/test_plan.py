@@ -25,17 +25,13 @@ from octavo.model.roofline import DEVICES, block_parameters, decode_seconds, pre
 from octavo.model.transformer import Transformer
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.errors import CheckpointError
-from octavo.model.weights.headers import tensor_shapes
+from octavo.model.weights.headers import parameters, tensor_shapes
 from octavo.model.weights.locate import locate
 from octavo.model.weights.lookup import find_config
 from octavo.model.workspaces import Workspaces
 
 LLAMA_70B = find_config("llama-3-70b")
 HALF = Formats.of(2, panels=False)
-
-
-def parameters(config: ModelConfig) -> int:
-    return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
 
 
 def test_the_published_figures_of_llama_3_70b_come_out_to_the_unit() -> None:

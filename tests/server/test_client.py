@@ -83,7 +83,7 @@ async def test_a_submission_yields_its_tokens_in_order_and_then_ends() -> None:
         assert [event.finish for event in events] == [None] * 9 + ["length"]
         assert events[0].first
         assert client.live == 0
-        assert client.stats.running == 0
+        assert client.metrics.stats.running == 0
 
 
 @run
@@ -121,7 +121,7 @@ async def test_an_aborted_request_ends_with_the_given_reason_and_others_go_on() 
         assert len(tokens(events)) < 2000
         assert len(tokens(await collect(other))) == 60
         generation.abort()
-        assert client.stats.running == client.live == 0
+        assert client.metrics.stats.running == client.live == 0
 
 
 @run
@@ -204,7 +204,7 @@ async def test_f1_a_killed_engine_is_replaced_and_every_request_goes_on_where_it
             assert [event.finish for event in events if event.finish] == ["length"]
             assert sum(event.first for event in events) == 1
         assert (client.metrics.engine_restarts, client.metrics.requests_resumed) == (1, 21)
-        assert client.stats.running == client.live == 0
+        assert client.metrics.stats.running == client.live == 0
 
 
 @run

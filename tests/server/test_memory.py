@@ -7,7 +7,7 @@ from pathlib import Path
 from support.scripted_engine import ready as scripted_ready
 
 from octavo.scheduler.messages import EngineConfig, EngineStats, MemoryLine
-from octavo.server.memory import BUCKETS, MemoryAccounts, anonymous_bytes
+from octavo.server.memory import ACCOUNTS, MemoryAccounts, anonymous_bytes
 
 READY = scripted_ready(EngineConfig(model="scripted"), blocks=100)
 BLOCK = 1024
@@ -21,7 +21,7 @@ def accounts_of_a_running_engine() -> MemoryAccounts:
 
 
 def test_before_the_engine_is_ready_there_is_a_line_of_zeros_for_each_bucket() -> None:
-    assert MemoryAccounts().lines(STATS) == [MemoryLine(bucket=bucket, planned=0, allocated=0) for bucket in BUCKETS]
+    assert MemoryAccounts().lines(STATS) == [MemoryLine(bucket=bucket, planned=0, allocated=0) for bucket in ACCOUNTS]
 
 
 def test_the_buckets_of_the_device_are_as_the_engine_reports_them() -> None:

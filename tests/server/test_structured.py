@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.schemas import FURTHER, REGEXES, SCHEMAS
 
+from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.grammar import Grammars
 from octavo.scheduler.messages import Vocabulary
@@ -62,7 +63,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(
         tokens=tuple(map(tokenizer.token_bytes, tokens)),
         special=tuple(filter(tokenizer.is_special, tokens)),
-        eos_ids=tokenizer.eos_ids,
+        eos_ids=read_config(locate("smollm2")).eos_ids,
     )
 
 

@@ -55,7 +55,7 @@ def byte_level_metadata(pre: str | None, **more: Any) -> dict[str, Any]:
 
 def build(metadata: dict[str, Any]) -> Tokenizer:
     parts = gguf_tokenizer(metadata)
-    return Tokenizer(parts.backend, bos_token=parts.bos_token, eos_tokens=parts.eos_tokens, adds_bos=parts.adds_bos)
+    return Tokenizer(parts.backend, bos_token=parts.bos_token, eos_token=parts.eos_token, adds_bos=parts.adds_bos)
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
@@ -104,13 +104,14 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert [tokenizer.is_special(i) for i in range(first, first + 4)] == [True, True, False, False]
     assert tokenizer.decode(ids) == "a<think>b   \tc"
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (first, (first + 1,))
+    assert (tokenizer.bos_id, tokenizer.eos_token) == (first, "<|end|>")
 
 
-def test_ends_of_a_turn_are_end_tokens_too() -> None:
-    last = len(byte_level_metadata("gpt-2")["tokenizer.ggml.tokens"]) - 1
-    tokenizer = build(byte_level_metadata("gpt-2", eot_token_id=last - 1, eom_token_id=last - 1))
-    assert tokenizer.eos_ids == (last - 2, last - 1)
+def test_the_end_of_a_turn_stands_for_an_end_of_text_that_is_not_named() -> None:
+    metadata = byte_level_metadata("gpt-2", eot_token_id=5)
+    assert build(metadata).eos_token == "<|end|>"
+    del metadata["tokenizer.ggml.eos_token_id"]
+    assert build(metadata).eos_token == metadata["tokenizer.ggml.tokens"][5]
 
 
 def test_sentencepiece_encodes_as_the_plain_algorithm_does() -> None:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 from support.invariance import OUTPUT_TOKENS, Answers, Conditions, Loaded, renumbered, varied_requests
+from support.reference_attention import ReferenceAttention
 
 from octavo.model.attention import AttentionBackend
-from octavo.model.attention.reference import ReferenceAttention
 from octavo.scheduler.messages import Submission
 
 PROMPTS = int(os.environ.get("OCTAVO_INVARIANCE_PROMPTS", "8"))

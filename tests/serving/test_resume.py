@@ -51,7 +51,7 @@ class Killer(threading.Thread):
         rng = random.Random(7)
         client = self.live.service.client
         while self.done < self.kills and not self.stop.is_set():
-            if client.restarting or not client.stats.running:
+            if client.restarting or not client.metrics.stats.running:
                 time.sleep(0.001)
                 continue
             time.sleep(rng.random() * 0.5)

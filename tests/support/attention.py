@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass, field, replace
 
 import torch
+from support.reference_attention import ReferenceAttention
 from torch import Tensor
 
 from octavo.kvcache.layout import KVLayout
@@ -13,7 +14,6 @@ from octavo.model.attention.cpu import CpuAttention
 from octavo.model.attention.fallback import TorchAttention
 from octavo.model.attention.flashinfer import HEAD_DIMS, XQA_BLOCK_SIZES, FlashInferAttention
 from octavo.model.attention.load import attention_variant
-from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.library import Library
 from octavo.model.kernels.load import available_paths, open_library

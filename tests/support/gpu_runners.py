@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 from support.flashinfer_emulation import Emulation
 from support.list_channel import ListChannel
+from support.reference_attention import ReferenceAttention
 
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
-from octavo.model.attention.reference import ReferenceAttention
 from octavo.model.device import CPU
 from octavo.model.graphs import Gpu, Replay
 from octavo.model.kernels.cuda import CudaKernels

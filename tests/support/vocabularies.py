@@ -90,7 +90,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 @cache
 def byte_level() -> Tokenizer:
     own = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
-    return Tokenizer(own, bos_token="<s>", eos_tokens=("</s>",), adds_bos=True)
+    return Tokenizer(own, bos_token="<s>", eos_token="</s>", adds_bos=True)
 
 
 @cache

@@ -23,11 +23,11 @@ class ReferenceAttention:
         self._window = config.sliding_window
         self._batch: AttentionBatch | None = None
 
-    def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:  # noqa: ARG002
+    def reserve(self, max_rows: int, max_tokens: int, max_blocks: int) -> int:
         """Reserve nothing."""
         return 0
 
-    def plan(self, batch: AttentionBatch, *, padded_rows: int | None = None) -> None:  # noqa: ARG002
+    def plan(self, batch: AttentionBatch, *, padded_rows: int | None = None) -> None:
         """Keep the batch."""
         self._batch = batch
 
