@@ -14,7 +14,7 @@ from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.library import Library
 
-TILE = 48
+TILE = 96
 """Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.h."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**31 - 1

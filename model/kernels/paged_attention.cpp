@@ -92,25 +92,38 @@ void multiply(int queries, int vectors, const Product<Type>& product, const Star
     }
 }
 
+// Add one span to the state of `count` queries, at most Type::GROUP.
 template <class Type>
-void Tile<Type>::add(const Span<Type>& span, const Span<Type>& next, int first, int count) {
+void add_to_group(Tile<Type>& tile, const Span<Type>& span, const Span<Type>& next, int first, int count) {
+    constexpr int PACK = Type::PACK;
+    using Factor = typename Type::Factor;
     Floats scores[Type::GROUP * SPAN_VECTORS];
     Factor weights[Type::GROUP * SPAN / PACK];
     float decay[Type::GROUP];
-    const int head_dim = plan().head_dim, vectors = span.blocks * BLOCK / LANES;
-    const Product<Type> score{factors + first * head_dim / PACK, head_dim / PACK, nullptr, scores, SPAN_VECTORS,
+    const int head_dim = tile.plan().head_dim, head_vectors = tile.head_vectors(), vectors = span.blocks * BLOCK / LANES;
+    const Product<Type> score{tile.factors + first * head_dim / PACK, head_dim / PACK, nullptr, scores, SPAN_VECTORS,
                               1, head_dim / PACK, BLOCK * PACK};
     multiply(count, vectors, score, [&](int vector, int) {
         const int block = vector * LANES / BLOCK, offset = vector * LANES % BLOCK * PACK;
         return Start<Type>{span.keys[block] + offset, next.keys[block] + offset};
     });
     for (int i = 0; i < count; i++)
-        decay[i] = weigh(first + i, span.base, vectors, scores + i * SPAN_VECTORS, weights + i * SPAN / PACK);
-    const Product<Type> output{weights, SPAN / PACK, decay, sums + first * head_vectors(), head_vectors(),
+        decay[i] = tile.weigh(first + i, span.base, vectors, scores + i * SPAN_VECTORS, weights + i * SPAN / PACK);
+    const Product<Type> output{weights, SPAN / PACK, decay, tile.sums + first * head_vectors, head_vectors,
                                span.blocks, BLOCK / PACK, head_dim * PACK};
-    multiply(count, head_vectors(), output, [&](int vector, int block) {
-        return Start<Type>{span.values[block] + dimension(vector) * PACK, next.values[block] + dimension(vector) * PACK};
+    multiply(count, head_vectors, output, [&](int vector, int block) {
+        const int dimension = tile.dimension(vector) * PACK;
+        return Start<Type>{span.values[block] + dimension, next.values[block] + dimension};
     });
+}
+
+template <class Type>
+void Tile<Type>::add(const Span<Type>& span, const Span<Type>& next) {
+    for (int first = 0; first < queries;) {
+        const int count = Type::next_group(queries - first);
+        if (sees(span, first, count)) add_to_group(*this, span, next, first, count);
+        first += count;
+    }
 }
 
 }  // namespace

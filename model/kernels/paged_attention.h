@@ -23,13 +23,15 @@ namespace {
 constexpr int BLOCK = 16;          // positions
 constexpr int SPAN = 64;           // positions
 constexpr int MAX_HEAD_DIM = 256;  // as in cpu.py
-constexpr int TILE = 48;           // queries of one unit of parallel work, as in cpu.py
-constexpr int APPEND_TOKENS = 32;  // tokens of one unit of parallel work
+constexpr int TILE = 96;           // queries of one unit of parallel work, as in cpu.py
+constexpr int APPEND_TOKENS = 16;  // tokens of one unit of parallel work
 constexpr float LOWEST = -1e30f;   // below any score; finite, so that LOWEST - LOWEST is 0
 constexpr float LOG2_E = 1.44269504088896340736f;
 
 constexpr int SPAN_VECTORS = SPAN / LANES;
 constexpr int MAX_HEAD_VECTORS = MAX_HEAD_DIM / LANES;
+
+inline int smaller(int a, int b) { return a < b ? a : b; }
 
 // What does not change from layer to layer. Mirrored by `Plan` in cpu.py; the arrays are those of AttentionBatch.
 struct Plan {
@@ -94,40 +96,86 @@ struct Span {
     const typename Type::Element* values[SPAN / BLOCK];
 };
 
-// The queries of one unit of work: neighbours in [tokens][group] order of one row and KV head.
-template <class Type>
-struct Tile {
-    static constexpr int PACK = Type::PACK;
-    using Element = typename Type::Element;
-    using Factor = typename Type::Factor;
+// The row that tile number `tile` belongs to.
+int row_of_tile(const Plan& plan, int tile) {
+    int low = 0, high = plan.rows - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (plan.tile_indptr[middle + 1] <= tile)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
 
+// One unit of work: up to TILE queries that are neighbours in [tokens][group] order of one row and KV head.
+template <class Type>
+struct Unit {
     const Layer<Type>& layer;
     const int row, head;
     const int first_query, queries;  // of the row's [tokens][group]
+
+    Unit(const Layer<Type>& layer, int row, int head, int first_query)
+        : layer(layer), row(row), head(head), first_query(first_query), queries(smaller(TILE, queries_from(first_query))) {}
+
+    // Units are counted tile by tile, and head by head within a tile.
+    static Unit of(const Layer<Type>& layer, int number) {
+        const int tile = number / layer.plan.kv_heads, row = row_of_tile(layer.plan, tile);
+        return Unit(layer, row, number % layer.plan.kv_heads, (tile - layer.plan.tile_indptr[row]) * TILE);
+    }
+
+    const Plan& plan() const { return layer.plan; }
+    int computed() const { return plan().query_indptr[row + 1] - plan().query_indptr[row]; }  // tokens of the row
+    int queries_from(int first) const { return computed() * plan().group - first; }
+    int token(int query) const { return (first_query + query) / plan().group; }  // of the row
+    int last_seen(int query) const {
+        return plan().kv_lengths[row] - computed() + token(query);
+    }
+    int first_seen(int query) const { return first_of(last_seen(query)); }
+    // The first position that a query sees whose last is this one.
+    int first_of(int last) const { return last < plan().window ? 0 : last - plan().window + 1; }
+    int end() const { return last_seen(queries - 1) + 1; }
+
+    Span<Type> span(int base) const {
+        const int last = end() - 1;
+        Span<Type> span;
+        span.base = base;
+        span.blocks = last - base >= SPAN ? SPAN / BLOCK : (last - base) / BLOCK + 1;
+        for (int b = 0; b < SPAN / BLOCK; b++) {
+            const int seen = b < span.blocks ? b : 0;  // what is never seen is only ever fetched ahead
+            const size_t offset = layer.offset_of_position(row, head, base + seen * BLOCK);
+            span.keys[b] = layer.keys + offset;
+            span.values[b] = layer.values + offset;
+        }
+        return span;
+    }
+    Span<Type> first_span() const { return span(first_seen(0) / SPAN * SPAN); }
+};
+
+// What is computed of a unit.
+template <class Type>
+struct Tile : Unit<Type> {
+    static constexpr int PACK = Type::PACK;
+    using Element = typename Type::Element;
+    using Factor = typename Type::Factor;
+    using Unit<Type>::plan, Unit<Type>::row, Unit<Type>::head, Unit<Type>::first_query, Unit<Type>::queries;
+    using Unit<Type>::token, Unit<Type>::first_of;
+
+    int last[TILE];  // position that each query sees
     Floats sums[TILE * MAX_HEAD_VECTORS];
     Floats totals[TILE];  // sums of weights, still spread over lanes
-    float highest[TILE];  // highest score so far, in units of log2
+    float highest[TILE];  // highest score so far, not yet scaled
     Factor factors[TILE * MAX_HEAD_DIM / PACK];
     Element tail[BLOCK * MAX_HEAD_DIM];  // V of the row's last block, unwritten positions set to zero
 
-    Tile(const Layer<Type>& layer, int row, int head, int first_query, int queries)
-        : layer(layer), row(row), head(head), first_query(first_query), queries(queries) {}
+    explicit Tile(const Unit<Type>& unit) : Unit<Type>(unit) {}
 
-    const Plan& plan() const { return layer.plan; }
     int head_vectors() const { return (plan().head_dim + LANES - 1) / LANES; }
     // The last vector overlaps the one before where head_dim is no multiple of LANES.
     int dimension(int vector) const {
         const int last = plan().head_dim - LANES;
         return vector * LANES < last ? vector * LANES : last;
-    }
-    int token(int query) const { return (first_query + query) / plan().group; }  // of the row
-    int last_seen(int query) const {
-        const int computed = plan().query_indptr[row + 1] - plan().query_indptr[row];
-        return plan().kv_lengths[row] - computed + token(query);
-    }
-    int first_seen(int query) const {
-        const int first = last_seen(query) - plan().window + 1;
-        return first > 0 ? first : 0;
     }
     int64_t element(int query, int64_t token_stride) const {
         const int query_head = head * plan().group + (first_query + query) % plan().group;
@@ -141,20 +189,8 @@ struct Tile {
             for (int v = 0; v < head_vectors(); v++) sums[query * head_vectors() + v] = Floats{};
             totals[query] = Floats{};
             highest[query] = LOWEST;
+            last[query] = this->last_seen(query);
         }
-    }
-
-    Span<Type> span(int base, int last) {
-        Span<Type> span;
-        span.base = base;
-        span.blocks = last - base >= SPAN ? SPAN / BLOCK : (last - base) / BLOCK + 1;
-        for (int b = 0; b < SPAN / BLOCK; b++) {
-            const int seen = b < span.blocks ? b : 0;  // what is never seen is only ever fetched ahead
-            const size_t offset = layer.offset_of_position(row, head, base + seen * BLOCK);
-            span.keys[b] = layer.keys + offset;
-            span.values[b] = layer.values + offset;
-        }
-        return span;
     }
 
     // A weight of 0 does not silence a NaN, and memory that nobody has written may hold one.
@@ -170,36 +206,43 @@ struct Tile {
         span.values[b] = tail;
     }
 
-    // Add one span to the state of `count` queries, at most Type::GROUP. `next` will be fetched from memory meanwhile.
+    // Whether any of `count` queries from `first` on sees a position of the span.
+    bool sees(const Span<Type>& span, int first, int count) const {
+        return span.base <= last[first + count - 1] && span.base + SPAN > first_of(last[first]);
+    }
+
+    // Add one span to the state of all queries that see it. `next` will be fetched from memory meanwhile.
     // Defined beside the products of each Type.
-    void add(const Span<Type>& span, const Span<Type>& next, int first, int count);
+    void add(const Span<Type>& span, const Span<Type>& next);
 
     // Turn the scores of one query into weights relative to its highest score; return what older sums are multiplied by.
     float weigh(int query, int base, int vectors, Floats* scores, Factor* weights) {
-        const int from = first_seen(query) - base, to = last_seen(query) - base;
-        if (from <= 0 && to >= vectors * LANES - 1) return weigh_seen<true>(query, from, to, vectors, scores, weights);
+        const int from = first_of(last[query]) - base, to = last[query] - base;
+        if (from <= 0 && to >= SPAN - 1) return weigh_seen<true>(query, from, to, SPAN_VECTORS, scores, weights);
         return weigh_seen<false>(query, from, to, vectors, scores, weights);
     }
 
-    // With `all`, every position is between `from` and `to`: the bits are the same, and nothing is to be masked.
+    // With `all`, every position of the span is between `from` and `to`: the bits are the same, and nothing is to be masked.
     template <bool all>
     float weigh_seen(int query, int from, int to, int vectors, Floats* scores, Factor* weights) {
         const auto seen = [&](int v) {
             const Ints position = lane_numbers() + v * LANES;
             return (position >= from) & (position <= to);
         };
-        Floats maximum = broadcast(highest[query]);
-        for (int v = 0; v < vectors; v++) {
-            scores[v] = scores[v] * (plan().scale * LOG2_E);
+        const int count = all ? SPAN_VECTORS : vectors;
+        const float previous = highest[query], unit = plan().scale * LOG2_E;
+        Floats maximum = broadcast(previous);
+        for (int v = 0; v < count; v++) {
             if constexpr (!all) scores[v] = seen(v) ? scores[v] : broadcast(LOWEST);
-            maximum = scores[v] > maximum ? scores[v] : maximum;
+            maximum = larger(maximum, scores[v]);
         }
-        const float previous = highest[query];
         highest[query] = highest_lane(maximum);
-        const float decay = previous == highest[query] ? 1.0f : exp2_of_nonpositive(broadcast(previous - highest[query]))[0];
+        const Floats shift = broadcast(highest[query] * unit);
+        const float decay =
+            previous == highest[query] ? 1.0f : exp2_of_nonpositive(broadcast(previous * unit) - shift)[0];
         Floats total = totals[query] * decay;
-        for (int v = 0; v < vectors; v++) {
-            Floats weight = Type::rounded(exp2_of_nonpositive(scores[v] - highest[query]));
+        for (int v = 0; v < count; v++) {
+            Floats weight = exp2_of_nonpositive(scores[v] * unit - shift);
             if constexpr (!all) weight = seen(v) ? weight : Floats{};
             total = total + weight;
             Type::store_weights(weight, weights + v * LANES / PACK);
@@ -218,47 +261,21 @@ struct Tile {
         }
     }
 
-    void attend(View<const Element> q, View<Element> out) {
+    // `following` will be attended next by this thread.
+    void attend(View<const Element> q, View<Element> out, const Unit<Type>& following) {
         const typename Type::Setup setup(queries);
         begin(q);
-        const int last = last_seen(queries - 1);
-        Span<Type> next = span(first_seen(0) / SPAN * SPAN, last);
-        for (int base = next.base; base <= last; base += SPAN) {
-            Span<Type> blocks = next;
-            if (base + SPAN <= last) next = span(base + SPAN, last);
-            clean_tail(blocks);
-            for (int first = 0; first < queries;) {
-                const int count = Type::next_group(queries - first);
-                if (base <= last_seen(first + count - 1) && base + SPAN > first_seen(first)) add(blocks, next, first, count);
-                first += count;
-            }
+        const int end = this->end();
+        Span<Type> next = this->first_span();
+        for (int base = next.base; base < end; base += SPAN) {
+            Span<Type> span = next;
+            next = base + SPAN < end ? this->span(base + SPAN) : following.first_span();
+            clean_tail(span);
+            add(span, next);
         }
         finish(out);
     }
 };
-
-// The row that tile number `tile` belongs to.
-int row_of_tile(const Plan& plan, int tile) {
-    int low = 0, high = plan.rows - 1;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (plan.tile_indptr[middle + 1] <= tile)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-template <class Type>
-void attend_tile(const Layer<Type>& layer, int tile_number, int head, View<const typename Type::Element> q,
-                 View<typename Type::Element> out) {
-    const Plan& plan = layer.plan;
-    const int row = row_of_tile(plan, tile_number);
-    const int first = (tile_number - plan.tile_indptr[row]) * TILE;
-    const int left = (plan.query_indptr[row + 1] - plan.query_indptr[row]) * plan.group - first;
-    Tile<Type>(layer, row, head, first, left < TILE ? left : TILE).attend(q, out);
-}
 
 // q, out: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
 template <class Type>
@@ -274,9 +291,13 @@ void forward(const Layer<Type>& layer, const Operands<Type>& operands, int out_t
     parallel_for(plan.tokens, APPEND_TOKENS, [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) append(layer, token, operands.k, operands.v);
     });
-    parallel_for(int64_t(plan.tile_indptr[plan.rows]) * plan.kv_heads, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t unit = begin; unit < end; unit++)
-            attend_tile(layer, unit / plan.kv_heads, unit % plan.kv_heads, operands.q, operands.out);
+    const int64_t tiles = plan.tile_indptr[plan.rows];
+    const int64_t grain = tiles >= 4 * octavo_threads() ? plan.kv_heads : 1;
+    parallel_for(tiles * plan.kv_heads, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t unit = begin; unit < end; unit++) {
+            const auto following = Unit<Type>::of(layer, unit + 1 < end ? unit + 1 : unit);
+            Tile<Type>(Unit<Type>::of(layer, unit)).attend(operands.q, operands.out, following);
+        }
     });
     const size_t bytes = sizeof(typename Type::Element) * plan.kv_heads * plan.group * plan.head_dim;
     for (int token = plan.tokens; token < out_tokens; token++)

@@ -15,10 +15,6 @@ constexpr int TILE_DIMENSIONS = 32;  // of q and K in one tile product
 struct Tiles : BFloat16 {
     static constexpr int GROUP = TILE_ROWS;
 
-    // A tile has as many rows for each group of a Tile of queries. So only the last one may be incomplete: what it
-    // computes beyond its queries is in rows of their own, which nobody reads.
-    static int next_group(int queries) { return queries < GROUP ? queries : GROUP; }
-
     // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration". Tiles 0 to 3 hold sums,
     // 4 queries, 5 keys, 6 weights and 7 values.
     struct alignas(64) Setup {
@@ -40,78 +36,114 @@ struct Tiles : BFloat16 {
     };
 };
 
-void fetch(const void* address, int rows, size_t stride) {
-    for (int row = 0; row < rows; row++) __builtin_prefetch(static_cast<const char*>(address) + row * stride);
-}
+// A tile has as many rows for each group of a Tile of queries. So only the last one may be incomplete: what it computes
+// beyond its queries is in rows of their own, which nobody reads.
+struct Group {
+    Tile<Tiles>& tile;
+    const Span<Tiles>& span;
+    const Span<Tiles>* next;  // null where it is fetched already
+    int first;
+    Floats* scores;  // [16][SPAN]
+    int32_t* weights;
 
-// scores [16][SPAN] of the span's blocks; queries [16][head_dim]
-void multiply_keys(const uint16_t* queries, int head_dim, const Span<Tiles>& span, const Span<Tiles>& next, Floats* scores) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int d = 0; d < head_dim; d += TILE_DIMENSIONS) {
-        const size_t offset = size_t(d) * BLOCK;
-        _tile_loadd(4, queries + d, head_dim * sizeof(uint16_t));
-        for (int b = 0; b < span.blocks; b++) {
-            fetch(next.keys[b] + offset, TILE_ROWS, TILE_BYTES);
-            _tile_loadd(5, span.keys[b] + offset, TILE_BYTES);
-            if (b == 0) _tile_dpbf16ps(0, 4, 5);
-            if (b == 1) _tile_dpbf16ps(1, 4, 5);
-            if (b == 2) _tile_dpbf16ps(2, 4, 5);
-            if (b == 3) _tile_dpbf16ps(3, 4, 5);
+    int head_dim() const { return tile.plan().head_dim; }
+
+    void fetch(const uint16_t* address, int rows, size_t stride) const {
+        for (int row = 0; row < rows; row++) __builtin_prefetch(address + row * stride);
+    }
+
+    void multiply_keys() const {
+        const int32_t* queries = tile.factors + first * head_dim() / Tiles::PACK;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
+            const size_t offset = size_t(d) * BLOCK;
+            _tile_loadd(4, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
+            for (int b = 0; b < span.blocks; b++) {
+                if (next != nullptr) fetch(next->keys[b] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
+                _tile_loadd(5, span.keys[b] + offset, TILE_BYTES);
+                if (b == 0) _tile_dpbf16ps(0, 4, 5);
+                if (b == 1) _tile_dpbf16ps(1, 4, 5);
+                if (b == 2) _tile_dpbf16ps(2, 4, 5);
+                if (b == 3) _tile_dpbf16ps(3, 4, 5);
+            }
+        }
+        constexpr int stride = SPAN * sizeof(float);
+        _tile_stored(0, scores, stride);
+        _tile_stored(1, scores + 1, stride);
+        _tile_stored(2, scores + 2, stride);
+        _tile_stored(3, scores + 3, stride);
+    }
+
+    void weigh() const {
+        const int vectors = tile.head_vectors(), left = tile.queries - first;
+        Floats* sums = tile.sums + first * vectors;
+        for (int i = 0; i < TILE_ROWS && i < left; i++, sums += vectors) {
+            const float decay =
+                tile.weigh(first + i, span.base, span.blocks, scores + i * SPAN_VECTORS, weights + i * SPAN / Tiles::PACK);
+            if (decay == 1.0f) continue;
+            for (int v = 0; v < vectors; v++) sums[v] *= decay;
         }
     }
-    constexpr int stride = SPAN * sizeof(float);
-    _tile_stored(0, scores, stride);
-    _tile_stored(1, scores + 1, stride);
-    _tile_stored(2, scores + 2, stride);
-    _tile_stored(3, scores + 3, stride);
-}
 
-// Add 64 dimensions of the blocks' values to sums [16][head_dim]; weights [16][SPAN].
-void multiply_values(const uint16_t* weights, int head_dim, int dimension, const Span<Tiles>& span, const Span<Tiles>& next,
-                     Floats* sums) {
-    const size_t sum_stride = head_dim * sizeof(float), value_stride = head_dim * Tiles::PACK * sizeof(uint16_t);
-    _tile_loadd(0, sums, sum_stride);
-    _tile_loadd(1, sums + 1, sum_stride);
-    _tile_loadd(2, sums + 2, sum_stride);
-    _tile_loadd(3, sums + 3, sum_stride);
-    for (int b = 0; b < span.blocks; b++) {
-        const uint16_t* values = span.values[b] + dimension * Tiles::PACK;
-        const uint16_t* ahead = next.values[b] + dimension * Tiles::PACK;
-        _tile_loadd(6, weights + b * BLOCK, SPAN * sizeof(uint16_t));
-        for (int v = 0; v < 4; v++) fetch(ahead + v * TILE_DIMENSIONS, BLOCK / Tiles::PACK, value_stride);
-        _tile_loadd(7, values, value_stride);
-        _tile_dpbf16ps(0, 6, 7);
-        _tile_loadd(7, values + TILE_DIMENSIONS, value_stride);
-        _tile_dpbf16ps(1, 6, 7);
-        _tile_loadd(7, values + 2 * TILE_DIMENSIONS, value_stride);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(7, values + 3 * TILE_DIMENSIONS, value_stride);
-        _tile_dpbf16ps(3, 6, 7);
+    void multiply_values() const {
+        for (int dimension = 0; dimension < head_dim(); dimension += 4 * LANES) add_values(dimension);
     }
-    _tile_stored(0, sums, sum_stride);
-    _tile_stored(1, sums + 1, sum_stride);
-    _tile_stored(2, sums + 2, sum_stride);
-    _tile_stored(3, sums + 3, sum_stride);
-}
 
+    // Add 64 dimensions of the blocks' values to the sums.
+    void add_values(int dimension) const {
+        Floats* sums = tile.sums + first * tile.head_vectors() + dimension / LANES;
+        const size_t sum_stride = head_dim() * sizeof(float), value_stride = head_dim() * Tiles::PACK;
+        _tile_loadd(0, sums, sum_stride);
+        _tile_loadd(1, sums + 1, sum_stride);
+        _tile_loadd(2, sums + 2, sum_stride);
+        _tile_loadd(3, sums + 3, sum_stride);
+        for (int b = 0; b < span.blocks; b++) {
+            const uint16_t* values = span.values[b] + dimension * Tiles::PACK;
+            _tile_loadd(6, weights + b * BLOCK / Tiles::PACK, SPAN * sizeof(uint16_t));
+            for (int v = 0; v < 4 && next != nullptr; v++)
+                fetch(next->values[b] + dimension * Tiles::PACK + v * TILE_DIMENSIONS, BLOCK / Tiles::PACK, value_stride);
+            _tile_loadd(7, values, value_stride * sizeof(uint16_t));
+            _tile_dpbf16ps(0, 6, 7);
+            _tile_loadd(7, values + TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_loadd(7, values + 2 * TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(7, values + 3 * TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
+            _tile_dpbf16ps(3, 6, 7);
+        }
+        _tile_stored(0, sums, sum_stride);
+        _tile_stored(1, sums + 1, sum_stride);
+        _tile_stored(2, sums + 2, sum_stride);
+        _tile_stored(3, sums + 3, sum_stride);
+    }
+};
+
+// While the vectors weigh one group, the tiles multiply the keys of the group behind it and the values of the group
+// before it, whose operands were written long enough ago.
 template <>
-void Tile<Tiles>::add(const Span<Tiles>& span, const Span<Tiles>& next, int first, int count) {
-    Floats scores[TILE_ROWS * SPAN_VECTORS];
-    Factor weights[TILE_ROWS * SPAN / PACK];
-    const int head_dim = plan().head_dim;
-    Floats* own_sums = sums + first * head_vectors();
-    multiply_keys(reinterpret_cast<const uint16_t*>(factors + first * head_dim / PACK), head_dim, span, next, scores);
-    for (int i = 0; i < count; i++) {
-        const float decay = weigh(first + i, span.base, span.blocks, scores + i * SPAN_VECTORS, weights + i * SPAN / PACK);
-        if (decay == 1.0f) continue;
-        for (int v = 0; v < head_vectors(); v++) own_sums[i * head_vectors() + v] *= decay;
+void Tile<Tiles>::add(const Span<Tiles>& span, const Span<Tiles>& next) {
+    Floats scores[2][TILE_ROWS * SPAN_VECTORS];
+    Factor weights[2][TILE_ROWS * SPAN / PACK];
+    const auto is_seen = [&](int first) {
+        return sees(span, first, queries - first < TILE_ROWS ? queries - first : TILE_ROWS);
+    };
+    int begin = 0, end = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    while (!is_seen(begin)) begin += TILE_ROWS;
+    while (!is_seen(end - TILE_ROWS)) end -= TILE_ROWS;
+    const auto group = [&](int first) {
+        const int turn = first / TILE_ROWS % 2;
+        return Group{*this, span, first == begin ? &next : nullptr, first, scores[turn], weights[turn]};
+    };
+    group(begin).multiply_keys();
+    for (int first = begin; first < end; first += TILE_ROWS) {
+        if (first + TILE_ROWS < end) group(first + TILE_ROWS).multiply_keys();
+        group(first).weigh();
+        if (first > begin) group(first - TILE_ROWS).multiply_values();
     }
-    for (int dimension = 0; dimension < head_dim; dimension += 4 * LANES)
-        multiply_values(reinterpret_cast<const uint16_t*>(weights), head_dim, dimension, span, next,
-                        own_sums + dimension / LANES);
+    group(end - TILE_ROWS).multiply_values();
 }
 
 }  // namespace

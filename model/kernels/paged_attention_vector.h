@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -90,7 +90,6 @@ struct Float32 : Vectors {
     static void make_factors(const Element* source, int count, Factor* factors) {
         std::memcpy(factors, source, count * sizeof(Element));
     }
-    static Floats rounded(Floats weights) { return weights; }
     static void store_weights(Floats weights, Factor* factors) { store(factors, weights); }
     static void store_output(Floats output, Element* target) { store(target, output); }
 };
@@ -109,8 +108,7 @@ struct BFloat16 : Vectors {
     static void make_factors(const Element* source, int count, Factor* factors) {
         std::memcpy(factors, source, count * sizeof(Element));
     }
-    static Floats rounded(Floats weights) { return round_to_bfloat16(weights); }
-    static void store_weights(Floats weights, Factor* factors) { store(factors, upper_halves(weights)); }
+    static void store_weights(Floats weights, Factor* factors) { store(factors, _mm512_cvtneps_pbh((__m512)weights)); }
     static void store_output(Floats output, Element* target) { store(target, upper_halves(round_to_bfloat16(output))); }
 };
 #else
@@ -136,27 +134,33 @@ struct BFloat16 : Vectors {
         for (int i = 0; i < count / 2; i++)
             factors[i] = {bfloat16_to_float(source[2 * i]), bfloat16_to_float(source[2 * i + 1])};
     }
-    static Floats rounded(Floats weights) { return round_to_bfloat16(weights); }
-    static void store_weights(Floats weights, Factor* factors) { store(factors, weights); }
+    static void store_weights(Floats weights, Factor* factors) { store(factors, round_to_bfloat16(weights)); }
     static void store_output(Floats output, Element* target) { store(target, upper_halves(round_to_bfloat16(output))); }
 };
 #endif
 
-// 2^x for x <= 0, to about 1 unit in the last place; exactly 1 at 0, never below 2^-126; NaN stays NaN.
+// The larger of each pair; NaN where b is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// 2^x for x <= 0, to about one unit in the last place; exactly 1 at 0, never below 2^-126; NaN stays NaN.
 inline Floats exp2_of_nonpositive(Floats x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-    x = x < -126.0f ? broadcast(-126.0f) : x;
-    Floats shifted = x + magic;
-    Ints exponent = (Ints)shifted - (Ints)broadcast(magic);
-    Floats r = x - (shifted - magic);
-    // Minimax polynomial of 2^r on [-1/2, 1/2], relative error 2e-9 before rounding.
-    Floats p = r * 1.535336203e-4f + 1.339887465e-3f;
-    p = p * r + 9.618437359e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472029e-1f;
+    x = larger(broadcast(-126.0f), x);
+    const Floats shifted = x + magic;
+    const Floats r = x - (shifted - magic);
+    // Minimax polynomial of 2^r on [-1/2, 1/2], relative error 9e-8.
+    Floats p = r * 1.32647e-3f + 9.67151e-3f;
+    p = p * r + 5.550734e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.9314698e-1f;
     p = p * r + 1.0f;
-    return p * (Floats)((exponent + 127) << 23);
+    return (Floats)((Ints)p + ((Ints)shifted << 23));  // the integer goes to the exponent; the bits of magic fall out
 }
 
 // Halve a vector until one number is left, in an order that is always the same.
@@ -171,7 +175,11 @@ inline float fold_lanes(Floats vector, const Combine& combine) {
 }
 
 inline float highest_lane(Floats vector) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)vector);
+#else
     return fold_lanes(vector, [](float a, float b) { return b > a ? b : a; });
+#endif
 }
 
 inline float sum_of_lanes(Floats vector) {

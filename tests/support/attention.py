@@ -251,9 +251,10 @@ def expect(shape: Shape, row: Row, *, weight_roundoff: float) -> Expected:
     values; Higham, Accuracy and Stability of Numerical Algorithms, section 3.1):
 
     - a score is off by at most s = (head_dim + 8) u sum |q k| / sqrt(head_dim), which changes a weight, before it is
-      normalised, by a factor within exp(+-s); rounding changes it by `weight_roundoff`. Where each weight carries a
-      relative error of at most r and the same weights normalise, the output moves by at most r / (1 - r) sum w |v - o|,
-      and that sum is at most the standard deviation of v under w;
+      normalised, by a factor within exp(+-s). Where each weight carries a relative error of at most r and the same
+      weights normalise, the output moves by at most r / (1 - r) sum w |v - o|, and that sum is at most the standard
+      deviation of v under w;
+    - the weights that meet V, but not those that normalise, may be rounded: by `weight_roundoff` sum w |v| at most;
     - the sums over positions, rescaled once in 64, lose (n + n / 16 + 16) u sum w |v|;
     - the output is rounded to the store's dtype.
     """
@@ -274,7 +275,8 @@ def expect(shape: Shape, row: Row, *, weight_roundoff: float) -> Expected:
     spread = (torch.einsum("htp,phd->thd", weights, v * v) - output * output).clamp(min=0).sqrt()
     absolute = torch.einsum("htp,phd->thd", weights, v.abs())
     seen = visible.sum(dim=-1)[:, None, None]
-    weight_error = score_error + weight_roundoff + 4 * unit
-    bound = weight_error / (1 - weight_error) * spread + (seen * 17 / 16 + 16) * unit * absolute
+    weight_error = score_error + 4 * unit
+    bound = weight_error / (1 - weight_error) * spread
+    bound += (weight_roundoff + (seen * 17 / 16 + 16) * unit) * absolute
     output_roundoff = torch.finfo(shape.dtype).eps / 2
     return Expected(output, bound * (1 + output_roundoff) + output_roundoff * output.abs())
