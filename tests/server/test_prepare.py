@@ -5,6 +5,7 @@ import json
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.scripted_engine import ready
 from support.vocabularies import smollm2
@@ -17,11 +18,19 @@ from octavo.server.protocol import ChatRequest, CompletionRequest, parse
 from octavo.server.rendering import Renderer
 from octavo.server.sampling_defaults import SamplingDefaults, choose_sampling_defaults, model_sampling_defaults
 from octavo.server.template import ChatTemplate
+from octavo.server.template_worker import Rendered, render
 
 CONTEXT = 100
 READY = ready(EngineConfig(model="scripted", max_model_len=CONTEXT), blocks=100)
 TEMPLATE = ChatTemplate("{{ messages[0].content }}")
 LONG = list(range(3, 203))
+
+
+class RendererHere(Renderer):
+    """What a worker does, without the worker."""
+
+    async def render(self, question: bytes) -> str:
+        return msgspec.json.decode(render(self.template, question), type=Rendered).text
 
 
 def completion(options: GenerationOptions | None = None, **fields: object) -> Prepared:
@@ -32,14 +41,8 @@ def completion(options: GenerationOptions | None = None, **fields: object) -> Pr
 def chat(options: GenerationOptions | None = None, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a b c"}], **fields}).encode()
 
-    async def prepare() -> Prepared:
-        renderer = Renderer(TEMPLATE)
-        try:
-            return await prepare_chat(parse(ChatRequest, body), smollm2(), renderer, READY, options)
-        finally:
-            await renderer.close()
-
-    return asyncio.run(prepare())
+    renderer = RendererHere(TEMPLATE)
+    return asyncio.run(prepare_chat(parse(ChatRequest, body), smollm2(), renderer, READY, options))
 
 
 def refusal(call: object, *arguments: object, **fields: object) -> APIError:

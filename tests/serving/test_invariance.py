@@ -45,12 +45,12 @@ def equal(found: Answers, expected: Answers, requests: list[Submission]) -> bool
     return found.of(numbers) == expected.of(numbers)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 64])
+@pytest.mark.parametrize("rows", [2, 5, 64])
 def test_in_mixed_batches(model: Loaded, requests: list[Submission], alone: Answers, rows: int) -> None:
     assert equal(model.answer(shuffled(requests, rows), Conditions(rows=rows)), alone, requests)
 
 
-@pytest.mark.parametrize("tokens", [16, 64, 256])
+@pytest.mark.parametrize("tokens", [16, 64])
 def test_in_chunks(model: Loaded, requests: list[Submission], alone: Answers, tokens: int) -> None:
     conditions = Conditions(rows=min(tokens, 24), tokens=tokens)
     assert equal(model.answer(shuffled(requests, tokens), conditions), alone, requests)
@@ -64,7 +64,7 @@ def test_on_a_prefix_hit(model: Loaded, requests: list[Submission], alone: Answe
 
 def test_preempted_and_resumed(model: Loaded, requests: list[Submission], alone: Answers) -> None:
     longest = max(len(request.prompt) for request in requests) + OUTPUT_TOKENS
-    copies = range(1 + 24 // len(requests))
+    copies = range(1 + 8 // len(requests))
     crowd = [renumbered(request, request.request + 10_000 * copy) for copy in copies for request in requests]
     crowd.sort(key=lambda request: len(request.prompt))  # short ones run together, and grow together
     found = model.answer(crowd, Conditions(rows=32, blocks=-(-longest // 16) + 2))
