@@ -148,6 +148,7 @@ def bytes_in_use(
     tokens: int,
     rows: int,
     element_bytes: int,
+    ranks: int = 1,
     *,
     gate_in_place: bool = True,
     fp8: bool = False,
@@ -158,7 +159,7 @@ def bytes_in_use(
     """
     if not tokens:
         return 0
-    areas = step_areas(config, tokens, rows, element_bytes, gate_in_place=gate_in_place, fp8=fp8)
+    areas = step_areas(config, tokens, rows, element_bytes, ranks, gate_in_place=gate_in_place, fp8=fp8)
     return load(areas, range(_SAMPLE + 1))
 
 

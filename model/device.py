@@ -29,7 +29,7 @@ class DeviceError(Exception):
 
 
 def choose_device(name: str, problem: Callable[[], str | None]) -> torch.device:
-    """Return the device of --device auto, cpu or cuda.
+    """Return the device of --device auto, cpu or cuda; of several GPUs the current one.
 
     `problem` says why this version cannot serve on the GPU that there is, if it cannot. Raises DeviceError for `cuda`
     where there is a reason; for `auto` the reason is logged and the CPU computes.

@@ -39,9 +39,11 @@ class RowScratch:
     """float32: raw log-probabilities, kept until the row's token is chosen."""
 
     @classmethod
-    def of(cls, arena: ActivationArena) -> Self:
-        """Name the areas."""
-        return cls(*(arena.view(name, 1)[0] for name in ("probabilities", "ranked", "keys", "flags", "logprobs")))
+    def of(cls, arena: ActivationArena, vocabulary: int) -> Self:
+        """Name the areas, which of a divided vocabulary are a little wider."""
+        return cls(
+            *(arena.view(name, 1)[0, :vocabulary] for name in ("probabilities", "ranked", "keys", "flags", "logprobs"))
+        )
 
     @property
     def half_ranked(self) -> Tensor:

@@ -93,7 +93,8 @@ def plan_memory(config: ModelConfig, formats: Formats, limits: RunnerLimits, bud
 def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits) -> dict[str, int]:
     """The parts of the activations' bucket, in bytes.
 
-    With tensor parallelism every rank computes its share of the logits in its arena and gathers all of them beside it.
+    With tensor parallelism every rank computes its share of the logits in its arena and gathers all of them beside it;
+    on a CPU also what each rank adds to the spine.
     """
     rank = rank_shape(config, formats.ranks)
     lines = {
@@ -114,6 +115,8 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
         lines["expanded panels"] = formats.threads * expanded_bytes(widest, formats.activations)
     if formats.ranks > 1:
         lines["gathered logits"] = _FLOAT32 * padded(limits.max_rows) * config.vocabulary
+        if formats.workspaces is None:  # a GPU adds in place
+            lines["products of ranks"] = _FLOAT32 * (formats.ranks + 1) * padded(limits.max_tokens) * config.width
     if formats.workspaces is not None:
         layout = kv_layout(rank, limits.block_size, formats.cache)
         attention = formats.workspaces.attention_bytes(

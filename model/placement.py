@@ -9,11 +9,12 @@ from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
 from octavo.model.graphs import CudaCapture, Gpu
 from octavo.model.kernels import Kernels
+from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.kernels.fp8 import MULTIPLE
 from octavo.model.kernels.load import load_kernels
 from octavo.model.matrices import BlockMatrices
-from octavo.model.memory import Formats
+from octavo.model.memory import Formats, rank_shape
 from octavo.model.workspaces import Workspaces
 
 HOPPER = (9, 0)
@@ -29,6 +30,8 @@ class Placement:
     kernels: Kernels
     workspaces: Workspaces | None
     """None on a CPU."""
+    ranks: int = 1
+    """Degree of tensor parallelism."""
 
     @property
     def on_gpu(self) -> bool:
@@ -45,6 +48,7 @@ class Placement:
             cache=size,
             panels=self.kernels.panels,
             threads=self.kernels.threads,
+            ranks=self.ranks,
             gate_in_place=self.kernels.gate_in_place,
             workspaces=self.workspaces,
         )
@@ -56,13 +60,17 @@ class Placement:
         return Gpu(self.device, self.workspaces, None if eager else CudaCapture(self.device))
 
 
-def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, *, fp8: bool) -> Placement:
-    """Choose the CPU's kernels. Raises ValueError where a GPU's are asked for, or like load_kernels."""
+def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int = 1, *, fp8: bool) -> Placement:
+    """Choose the CPU's kernels; ranks share its cores.
+
+    Raises ValueError where a GPU's are asked for, or like load_kernels.
+    """
     if fp8:
         raise ValueError("--quantization fp8 needs the products of a GPU: use --device cuda, or a GGUF file on a CPU")
     if workspaces != Workspaces():
         raise ValueError("--attention-prefill and --attention-decode choose kernels of a GPU: use --device cuda")
-    return Placement(CPU, dtype, load_kernels(dtype), None)
+    threads = None if ranks == 1 else max(1, available_cores() // ranks)
+    return Placement(CPU, dtype, load_kernels(dtype, threads), None, ranks)
 
 
 def place_on_gpu(
@@ -71,6 +79,7 @@ def place_on_gpu(
     config: ModelConfig,
     block_size: int,
     workspaces: Workspaces,
+    ranks: int = 1,
     *,
     fp8: bool,
 ) -> Placement:
@@ -85,8 +94,8 @@ def place_on_gpu(
     if workspaces.decode == "xqa" and capability < HOPPER:
         raise ValueError("--attention-decode xqa needs a Hopper GPU or a newer one: use fa2")
     if fp8:
-        _validate_fp8(dtype, config, capability)
-    return Placement(device, dtype, CudaKernels(dtype, device, fp8=fp8), workspaces)
+        _validate_fp8(dtype, rank_shape(config, ranks), capability)
+    return Placement(device, dtype, CudaKernels(dtype, device, fp8=fp8), workspaces, ranks)
 
 
 def _validate_fp8(dtype: torch.dtype, config: ModelConfig, capability: tuple[int, int]) -> None:

@@ -23,13 +23,15 @@ from octavo.model.device_sampling import DeviceSampler
 from octavo.model.draw import RowScratch
 from octavo.model.graphs import Capture, DecodeGraphs, Gpu
 from octavo.model.kernels import Kernels
-from octavo.model.memory import RunnerLimits, kv_layout
+from octavo.model.memory import RunnerLimits, kv_layout, rank_shape
+from octavo.model.parallel import Ranks, share_destinations
 from octavo.model.poison import Poison, poison_wanted
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
 from octavo.model.step import Pending, Row, RowResult, Step, StepResult
 from octavo.model.transformer import Transformer
 from octavo.model.weights.checkpoint import Checkpoint, load_weights
+from octavo.model.weights.headers import tensor_shapes
 
 IntArray = NDArray[np.int64]
 
@@ -171,9 +173,11 @@ class ModelRunner:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
         logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
         kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
-        kernels, size = self.model.kernels, self.model.dtype.itemsize
+        kernels, ranks, bytes_each = self.model.kernels, self.model.ranks, self.model.dtype.itemsize
         in_place, fp8 = kernels.gate_in_place, kernels.fp8 is not None
-        return kept + bytes_in_use(self.model.config, tokens, logits, size, gate_in_place=in_place, fp8=fp8)
+        size, gathered = (ranks.size, ranks.nbytes) if ranks else (1, 0)
+        used = bytes_in_use(self.model.config, tokens, logits, bytes_each, size, gate_in_place=in_place, fp8=fp8)
+        return kept + gathered + used
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
@@ -218,6 +222,8 @@ class ModelRunner:
         """Choose the next tokens and append them to their slots, where the next step finds them."""
         for part in wanted.parts(self._arena.max_rows):
             sampled = self._sampler.sample(self._logits(part), part.slots, part.positions)
+            if self.model.ranks is not None:
+                self.model.ranks.agree(sampled.tokens)
             self._slots.append(part.slots, part.positions, sampled.tokens)
             yield sampled.to_host(self._lander)
 
@@ -232,7 +238,7 @@ class ModelRunner:
         count = len(wanted.tokens)
         ready, self._logits_ready = self._logits_ready, False
         if ready and np.array_equal(wanted.tokens, np.arange(count)):
-            return self._arena.view("logits", count)
+            return self.model.computed_logits(self._arena, count)
         return self.model.logits(self._arena, to_device(wanted.tokens, self._slots.device))
 
 
@@ -244,15 +250,17 @@ def build_runner(
     ledger: MemoryLedger,
     progress: Callable[[int, int], None],
     gpu: Gpu | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
     """Allocate everything a runner will ever use, enter it into the ledger, and load the weights.
 
-    progress hears bytes loaded and bytes in all; gpu is None on a CPU. Raises CheckpointError, or MemoryError beyond
-    the ledger's plan.
+    progress hears bytes loaded and bytes in all; gpu is None on a CPU, ranks where the model is whole. Raises
+    CheckpointError, or MemoryError beyond the ledger's plan.
     """
-    config, device = checkpoint.config, gpu.device if gpu else CPU
+    size, device = ranks.size if ranks else 1, gpu.device if gpu else CPU
+    config = rank_shape(checkpoint.config, size)
     layout = kv_layout(config, limits.block_size, dtype.itemsize)
-    model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len)
+    model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len, ranks=ranks)
     ledger.allocate("weights", model.weights_nbytes)
     padding_blocks = 1 if gpu else 0
     store = _make_store(layout, limits.blocks + padding_blocks, dtype, device)
@@ -263,6 +271,7 @@ def build_runner(
         limits.max_tokens,
         limits.max_rows,
         dtype.itemsize,
+        size,
         gate_in_place=kernels.gate_in_place,
         fp8=kernels.fp8 is not None,
     )
@@ -270,20 +279,23 @@ def build_runner(
     if kernels.fp8 is not None:
         kernels.fp8.arena = arena
     blocks_per_slot = layout.blocks_for(limits.max_model_len)
-    slots = SlotTable(
-        limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, config.vocabulary, device
-    )
+    vocabulary = checkpoint.config.vocabulary
+    slots = SlotTable(limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, vocabulary, device)
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.table_entries)
     workspaces += kernels.threads * model.scratch_nbytes
     workspaces += padding_blocks * layout.block_bytes + (gpu.workspaces.library_bytes() if gpu else 0)
+    workspaces += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width) if ranks else 0
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
-    digest = load_weights(checkpoint, model.destinations(), progress)
-    scratch = RowScratch.of(arena)
+    destinations = model.destinations()
+    if ranks:
+        destinations = share_destinations(destinations, tensor_shapes(checkpoint.config), ranks.rank)
+    digest = load_weights(checkpoint, destinations, progress)
+    scratch = RowScratch.of(arena, vocabulary)
     if gpu:
         runner = ModelRunner(model, attention, slots, DeviceSampler(slots, scratch), arena, capture=gpu.capture)
     else:
-        runner = ModelRunner(model, attention, slots, Sampler(slots, scratch), arena, kernels.record)
-    runner.weights_digest = digest
+        runner = ModelRunner(model, attention, slots, Sampler(slots, scratch), arena, None if ranks else kernels.record)
+    runner.weights_digest = ranks.combine(digest) if ranks else digest
     if poison_wanted() and not gpu:
         runner.poison = Poison(store, arena)
         runner.poison.fill()

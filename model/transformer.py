@@ -22,6 +22,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.kernels import FP8_KIND, Kernels, Linear
 from octavo.model.layers import RMSNorm, rope_table
 from octavo.model.matrices import BlockMatrices, kept_quantised, vocabulary_matrices
+from octavo.model.parallel import Ranks
 from octavo.model.stacked import destinations, fused_linear
 from octavo.model.weights import Destination
 
@@ -81,10 +82,17 @@ class Block:
     """Seven matrices, four of them fused into two, and the norms before each branch."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
         norm = partial(RMSNorm, kernels, epsilon=config.norm_epsilon, dtype=dtype, device=device)
         self._kernels = kernels
+        self._ranks = ranks
         self._prefix = f"model.layers.{layer}."
         self._quantised = kept_quantised(config, panels=kernels.panels)
         self._matrices = BlockMatrices.of(config, layer)
@@ -107,13 +115,20 @@ class Block:
             self.k_norm(step.k, out=step.k)
         self._kernels.rotate(step.q, step.k, step.positions, rope)
         attention.forward(layer, step.q, step.k, step.v, out=step.heads_out)
-        self.output(step.attended, out=step.to_feed_forward)
+        self._add_up(self.output, step.attended, out=step.to_feed_forward)
 
     def feed_forward_branch(self, step: Activations) -> None:
         """Read norm(x') from to_feed_forward, leave what is added to x' in to_attention, for the block above."""
         self.gate_up(step.to_feed_forward, out=step.gate_up)
         gated = self._kernels.silu_mul(step.gate_up, step.gated)
-        self.down(gated, out=step.to_attention)
+        self._add_up(self.down, gated, out=step.to_attention)
+
+    def _add_up(self, linear: Linear, x: Tensor, out: Tensor) -> None:
+        """Write a product to out: of a divided matrix the sum of all ranks' products."""
+        if self._ranks is None:
+            linear(x, out=out)
+        else:
+            self._ranks.multiply(linear, x, out)
 
     def linears(self) -> tuple[Linear, ...]:
         """The matrices, fused as they are computed."""
@@ -146,15 +161,18 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """With `ranks`, config holds the shapes of one of them."""
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
+        self.ranks = ranks
         self._quantised = kept_quantised(config, panels=kernels.panels)
         self._tables = vocabulary_matrices(config)
         tables = [fused_linear(kernels, table, self._quantised) for table in self._tables]
         self.embedding, self.head = tables[0], tables[-1]
-        self.blocks = [Block(config, layer, kernels, dtype, device) for layer in range(config.layers)]
+        self.blocks = [Block(config, layer, kernels, dtype, device, ranks) for layer in range(config.layers)]
         self.final_norm = RMSNorm(kernels, config.width, config.norm_epsilon, dtype, device)
         self.rope = rope_table(config, max_positions).to(device)
         """A table of every forward, counted with the activations."""
@@ -203,7 +221,7 @@ class Transformer:
         embedding, then the contributions of each block's two branches. The tensor is a view that is overwritten later.
         """
         step = Activations.of(arena, self.config, tokens)
-        self.embedding.gather(arena.view("tokens", tokens)[:, 0], out=step.spine)
+        self._embed(arena.view("tokens", tokens)[:, 0], out=step.spine)
         if observe is not None:
             observe(step.spine)
         self.blocks[0].attention_norm(step.spine, out=step.to_attention)
@@ -218,6 +236,13 @@ class Transformer:
                 observe(step.to_attention)
             norm_above.add(step.spine, step.to_attention, out=step.to_attention)
 
+    def _embed(self, token_ids: Tensor, out: Tensor) -> None:
+        """Copy the embeddings of token_ids, int32 [tokens], to out [tokens, width]."""
+        if self.ranks is None:
+            self.embedding.gather(token_ids, out=out)
+        else:
+            self.ranks.embed(self.embedding, token_ids, out)
+
     def logits(self, arena: ActivationArena, rows: Tensor) -> Tensor:
         """Return the logits of some of the forward's tokens, float32 [rows, vocabulary], a view until the next call.
 
@@ -231,7 +256,13 @@ class Transformer:
         picked[count:].zero_()
         logits = arena.view("logits", padded)
         self.head(picked, out=logits)
-        return logits[:count]
+        if self.ranks is not None:
+            self.ranks.gather(logits[:count])
+        return self.computed_logits(arena, count)
+
+    def computed_logits(self, arena: ActivationArena, rows: int) -> Tensor:
+        """The logits of the last call of `logits`, float32 [rows, vocabulary]."""
+        return arena.view("logits", rows) if self.ranks is None else self.ranks.logits(rows)
 
 
 def _vector(name: str, norm: RMSNorm) -> tuple[str, Destination]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from octavo.kvcache.ledger import BUCKETS, MemoryLedger, MemoryPlan
@@ -13,18 +14,20 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.attention.flashinfer import float_workspace
 from octavo.model.config import ModelConfig
-from octavo.model.device import CPU, choose_device
+from octavo.model.device import CPU, DeviceError, choose_device
 from octavo.model.flashinfer_library import flashinfer_problem, kernels_problem
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cores import available_cores
 from octavo.model.matrices import kept_quantised
-from octavo.model.memory import kv_layout
+from octavo.model.memory import kv_layout, rank_shape
+from octavo.model.parallel import Ranks
 from octavo.model.placement import Placement, place_on_cpu, place_on_gpu
 from octavo.model.roofline import Device
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.selftest import ON_GPU, check_batch_invariance
 from octavo.model.warmup import warm_up
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.headers import parameters
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
@@ -32,9 +35,9 @@ from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.planning import (
     CPU_RUNTIME,
-    GPU_RUNTIME,
     HOST,
     Machine,
+    gpu_runtime,
     plan_engine,
     plan_without_pool,
     runner_limits,
@@ -57,9 +60,14 @@ class _Engine:
 
 
 def load(
-    config: EngineConfig, report: Callable[[Loading], None] = lambda _: None
+    config: EngineConfig,
+    report: Callable[[Loading], None] = lambda _: None,
+    join: Callable[[EngineConfig], Ranks] | None = None,
 ) -> tuple[Scheduler, ModelRunner, Ready]:
     """Load the model and make everything an engine needs, and report how far this has come.
+
+    `join` meets the other ranks of a divided model, once it is known that it can be divided and fits. It is given the
+    configuration with everything decided that follows from this machine, so that all ranks plan the same.
 
     Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
     """
@@ -71,12 +79,15 @@ def load(
     engine = _plan(config, checkpoint.config, chosen)
     ledger = MemoryLedger(engine.plan)
     limits, gpu = runner_limits(engine.limits, engine.plan.blocks), engine.placement.gpu(eager=config.enforce_eager)
-    runner = build_runner(checkpoint, kernels, chosen.dtype, limits, ledger, _progress(report), gpu)
+    ranks = join(_decided(config, engine)) if join else None
+    runner = build_runner(checkpoint, kernels, chosen.dtype, limits, ledger, _progress(report), gpu, ranks)
     if gpu is not None:
         report(Loading(phase="running every operation once", progress=1.0))
         warm_up(runner)
     report(Loading(phase="checking batch invariance", progress=1.0))
     invariance = (False, ON_GPU) if gpu is not None else check_batch_invariance(runner.model)
+    if ranks:
+        ranks.compare(engine.plan)
     if kernels.name != "torch":
         # The kernels have threads of their own. What is left to torch is one row of logits at a time, too little to be
         # worth its threads, whose barriers spin and so take time from whoever else computes.
@@ -89,16 +100,43 @@ def load(
 def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     """Decide what to load, where, in which type and with which kernels. Allocates nothing; raises what `load` does."""
     device = choose_device(config.device, lambda: flashinfer_problem() or kernels_problem())
-    widen = config.dtype != "auto"
-    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=widen)
+    size = config.tensor_parallel_size
+    if device != CPU and size > max(1, count := torch.cuda.device_count()):
+        raise DeviceError(f"--tensor-parallel-size {size} needs as many GPUs, and this process can use {count}")
+    checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=config.dtype != "auto")
+    _check_division(checkpoint.config, size)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
     wanted, fp8 = Workspaces(config.attention_prefill, config.attention_decode), config.quantization == "fp8"
     try:
         if device == CPU:
-            return checkpoint, place_on_cpu(dtype, wanted, fp8=fp8)
-        return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted, fp8=fp8)
+            return checkpoint, place_on_cpu(dtype, wanted, size, fp8=fp8)
+        return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted, size, fp8=fp8)
     except (ValueError, PermissionError) as error:  # an option, OCTAVO_KERNELS or OCTAVO_CACHE_DIR
         raise ConfigurationError(str(error)) from error
+
+
+def _check_division(model: ModelConfig, ranks: int) -> None:
+    """Raise ConfigurationError for a model that cannot be divided."""
+    if ranks > 1 and model.quantised:
+        raise ConfigurationError("--tensor-parallel-size does not divide quantised blocks: give --dtype bfloat16")
+    try:
+        rank_shape(model, ranks)
+    except CheckpointError as error:
+        raise ConfigurationError(f"--tensor-parallel-size {ranks}: {error}") from error
+
+
+def _decided(config: EngineConfig, engine: _Engine) -> EngineConfig:
+    limits = engine.limits
+    return msgspec.structs.replace(
+        config,
+        device="cuda" if engine.placement.on_gpu else "cpu",
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_rows,
+        max_num_batched_tokens=limits.max_tokens,
+        memory=engine.plan.budget,
+        gpu_memory_utilization=None,
+        kv_blocks=engine.plan.blocks,
+    )
 
 
 def _progress(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
@@ -131,7 +169,9 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _En
     machine, available = _machine(placement)
     if placement.workspaces is not None:
         limits = plan_without_pool(config, model, placement.formats, machine).limits
-        needed = float_workspace(model, runner_limits(limits, 0), placement.dtype, placement.device)
+        needed = float_workspace(
+            rank_shape(model, placement.ranks), runner_limits(limits, 0), placement.dtype, placement.device
+        )
         placement = replace(placement, workspaces=replace(placement.workspaces, float_bytes=needed))
     plan = plan_engine(config, model, placement.formats, machine)
     wanted = config.max_model_len or model.max_context
@@ -156,9 +196,9 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _En
 def _machine(placement: Placement) -> tuple[Machine, int]:
     """What there is to plan with, and the bytes that could be had at this moment."""
     if not placement.on_gpu:
-        return Machine(memory_capacity(), available_cores()), available_memory()
+        return Machine(memory_capacity() // placement.ranks, available_cores()), available_memory() // placement.ranks
     free, total = torch.cuda.mem_get_info(placement.device)
-    return Machine(total - GPU_RUNTIME, available_cores(), on_gpu=True), free
+    return Machine(total - gpu_runtime(placement.ranks), available_cores(), on_gpu=True), free
 
 
 def gpu_memory(placement: Placement) -> Device | None:
@@ -179,7 +219,8 @@ def _runtime(engine: _Engine) -> MemoryLine:
     if not engine.placement.on_gpu:
         return MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0)
     free, total = torch.cuda.mem_get_info(engine.placement.device)
-    return MemoryLine(bucket="runtime", planned=GPU_RUNTIME, allocated=max(0, total - free - engine.plan.total))
+    planned, allocated = gpu_runtime(engine.placement.ranks), max(0, total - free - engine.plan.total)
+    return MemoryLine(bucket="runtime", planned=planned, allocated=allocated)
 
 
 def _describe(
@@ -202,6 +243,7 @@ def _describe(
         quantised=_kept(model, placement),
         weights_digest=weights_digest,
         kernels=placement.kernels.name,
+        tensor_parallel_size=placement.ranks,
         process=os.getpid(),
         memory=(
             *(

@@ -23,6 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attention_decode: Literal["fa2", "xqa"] = "fa2"
     enforce_eager: bool = False
     """Whether a GPU launches every kernel of a decode step instead of replaying a captured one."""
+    tensor_parallel_size: int = 1
+    """How many processes share the model."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -193,6 +195,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """SHA-256 of the weights as they were read, in hexadecimal."""
     kernels: str
     """Name of the code path, for example "avx512_bf16"."""
+    tensor_parallel_size: int = 1
     process: int
     """Its number, by which the server looks up what it holds."""
     memory: tuple[MemoryLine, ...]

@@ -19,6 +19,8 @@ CPU_RUNTIME = 192 * _MIB
 """What an engine on a CPU holds beside its buckets, predicted: the interpreter, torch, the stacks of its threads."""
 GPU_RUNTIME = 1024 * _MIB
 """What an engine on a GPU holds there beside its buckets, predicted: the context, libraries and captured steps."""
+COLLECTIVES_RUNTIME = 256 * _MIB
+"""What NCCL takes of each GPU of several that share a model, predicted."""
 HOST = 144 * _MIB
 """What the server's process holds, predicted: the interpreter, the tokenizer, requests and answers."""
 
@@ -39,6 +41,11 @@ class EnginePlan:
 
     limits: Limits
     memory: MemoryPlan
+
+
+def gpu_runtime(ranks: int) -> int:
+    """What an engine holds of a GPU beside its buckets, predicted."""
+    return GPU_RUNTIME + (COLLECTIVES_RUNTIME if ranks > 1 else 0)
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig, formats: Formats, machine: Machine) -> EnginePlan:

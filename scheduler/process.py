@@ -85,9 +85,12 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     # Imported late: with it comes torch, which takes seconds. Until then the process should be tied to its parent, and
     # engines that need no torch use the rest of this module.
-    from octavo.scheduler.loading import load  # noqa: PLC0415
+    from octavo.model.parallel import leave  # noqa: PLC0415
+    from octavo.scheduler.ranks import Team  # noqa: PLC0415
 
-    return serve(channel, load)
+    code = serve(channel, Team().load)
+    leave(code)
+    return code
 
 
 if __name__ == "__main__":

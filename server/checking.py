@@ -49,6 +49,7 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
         kv_dtype=name,
         panels=kernels.panels,
         device=gpu_memory(placement),
+        devices=placement.ranks,
         workspaces=placement.workspaces or Workspaces(),
     )
     answer = forecast(question)

@@ -65,7 +65,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="DEVICE", help=f"{', '.join(DEVICES)}, or bytes such as 24GiB. Default: this machine's CPU."
     )
     parser.add_argument(
-        "--devices", metavar="N", default="1", help="Devices that share the model by tensor parallelism. Default: 1."
+        "--devices", metavar="N", default="1", help="Ranks that share the model by tensor parallelism. Default: 1."
     )
     numbers = ("auto", "bfloat16", "float32", "float16")
     parser.add_argument("--dtype", choices=numbers, help="Type of weights and activations. Default: as served.")
@@ -130,17 +130,15 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
     given = {name: getattr(parsed, name) for name in PLANNED_SETTINGS}
     engine = resolve(given, os.environ).engine
     dtype = parsed.dtype or engine.dtype
+    devices = _number("--devices", parsed.devices, MAX_DEVICES) or 1
+    if dtype != "auto" or devices > 1:  # quantised blocks are not divided
+        model = model.widened()
     if dtype == "auto":
         dtype = "bfloat16"
-    else:
-        model = model.widened()
     kv_dtype = parsed.kv_cache_dtype
     device = _device(parsed.device)
     if kv_dtype == "auto":
         kv_dtype = dtype
-    devices = _number("--devices", parsed.devices, MAX_DEVICES) or 1
-    if device is None and devices > 1:
-        raise SettingsError("--devices: this machine's CPU is one; name a --device")
     return Question(
         model=model,
         engine=engine,

@@ -324,7 +324,8 @@ def describe(ready: Ready, memory: Sequence[MemoryLine]) -> Iterator[str]:
     pool = ready.blocks * ready.block_size
     request = -(-ready.max_model_len // ready.block_size) * ready.block_size
     rows = {"model": f"{ready.architecture}, {ready.parameters:,} parameters, loaded in {ready.load_seconds:.1f} s"}
-    rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}"
+    ranks = f", {ready.tensor_parallel_size} ranks, of which this is one" if ready.tensor_parallel_size > 1 else ""
+    rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}{ranks}"
     if ready.quantised:
         rows["quantised"] = f"matrices in their {' and '.join(ready.quantised)} blocks, the same results as widened"
     rows |= {line.bucket: f"{line.allocated:,} B of {line.planned:,} B planned" for line in memory}

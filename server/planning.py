@@ -21,9 +21,9 @@ from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.planning import (
     CPU_RUNTIME,
-    GPU_RUNTIME,
     EnginePlan,
     Machine,
+    gpu_runtime,
     plan_engine,
     plan_without_pool,
     runner_limits,
@@ -31,9 +31,6 @@ from octavo.scheduler.planning import (
 from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
-MIB = 1 << 20
-COLLECTIVES_RUNTIME = 256 * MIB
-"""What NCCL's buffers take of each device, predicted."""
 MAX_DEVICES = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KIND: 1}
 
@@ -50,6 +47,7 @@ class Question:
     device: Device | None = None
     """None is this machine's CPU."""
     devices: int = 1
+    """That share the model by tensor parallelism: on a CPU, shares of this machine."""
     dtype: str = "bfloat16"
     """Of activations, and of weights but for the matrices that are kept in 8-bit floats."""
     fp8: bool = False
@@ -70,7 +68,7 @@ class Question:
             matrices=1 if self.fp8 else numbers,
             cache=DTYPE_BYTES[self.kv_dtype],
             panels=self.panels,
-            threads=self.machine.cores,
+            threads=max(1, self.machine.cores // self.devices),
             ranks=self.devices,
             gate_in_place=self.device is None,
             workspaces=self.workspaces if self.device else None,
@@ -85,15 +83,12 @@ class Question:
     @property
     def runtime(self) -> int:
         """Bytes of a device that are in no bucket, predicted."""
-        if self.device is None:
-            return CPU_RUNTIME
-        return GPU_RUNTIME + (COLLECTIVES_RUNTIME if self.devices > 1 else 0)
+        return CPU_RUNTIME if self.device is None else gpu_runtime(self.devices)
 
     @property
     def not_served(self) -> tuple[str, ...]:
         """What this version of Octavo can plan but not serve."""
-        found = ["tensor parallelism"] if self.devices > 1 else []
-        found += ["a cache of 8-bit floats"] if self.kv_dtype == FP8_KIND else []
+        found = ["a cache of 8-bit floats"] if self.kv_dtype == FP8_KIND else []
         found += ["8-bit floats on a CPU"] if self.fp8 and self.device is None else []
         found += ["float16 on a CPU"] if self.device is None and "float16" in (self.dtype, self.kv_dtype) else []
         return (*found, *(["a cache of another dtype"] if self._mixed else []))
@@ -289,7 +284,7 @@ def _engine(question: Question) -> EngineConfig:
 
 def _machine(question: Question) -> Machine:
     if question.device is None:
-        return question.machine
+        return replace(question.machine, capacity=question.machine.capacity // question.devices)
     return Machine(max(1, question.device.memory - question.runtime), question.machine.cores, on_gpu=True)
 
 

@@ -67,9 +67,10 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies what computes the answers: weights, dtype, code path and version."""
+        """Identifies what computes the answers: weights and their division, dtype, code path and version."""
         ready = self.client.ready
-        parts = (ready.architecture, ready.weights_digest, ready.dtype, ready.quantised, ready.kernels, __version__)
+        computing = (ready.dtype, ready.quantised, ready.kernels, ready.tensor_parallel_size)
+        parts = (ready.architecture, ready.weights_digest, *computing, __version__)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def condition(self) -> str:

@@ -182,6 +182,9 @@ SETTINGS = (
         "What computes. auto takes a GPU if this version can use one.",
         choices=("auto", "cpu", "cuda"),
     ),
+    Setting(
+        "tensor_parallel_size", ENGINE, count(1, 64), 1, "Ranks that divide the model, a process and a GPU each.", "N"
+    ),
     Setting("attention_prefill", ENGINE, word, "fa2", "FlashInfer's path for prompts (GPU).", choices=("fa2", "fa3")),
     Setting("attention_decode", ENGINE, word, "fa2", "FlashInfer's path for decodes (GPU).", choices=("fa2", "xqa")),
     Setting("enforce_eager", ENGINE, boolean, False, "Capture no decode steps on a GPU; slower, for finding faults."),

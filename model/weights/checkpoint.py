@@ -110,16 +110,16 @@ def load_weights(
     expected = {name: destination.shape for name, destination in destinations.items()}
     check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
-    total = sum(destination.shape[0] * _row_bytes(destination, itemsize) for destination in destinations.values())
+    total = sum(_wanted_bytes(destination, itemsize) for destination in destinations.values())
     slice_bytes = min(SLICE_BYTES, total // SLICES)
     done, digest = 0, hashlib.sha256()
     with ThreadPoolExecutor(1) as hashing:
         hashed: Future[None] = hashing.submit(digest.update, b"")
         for name, destination in destinations.items():
-            rows, row_size = destination.shape[0], math.prod(destination.shape[1:])
-            step = max(1, slice_bytes // (4 * row_size))
-            for first_row in range(0, rows, step):
-                count = min(step, rows - first_row)
+            first, end = _wanted(destination)
+            step = max(1, slice_bytes // (4 * math.prod(destination.shape[1:])))
+            for first_row in range(first, end, step):
+                count = min(step, end - first_row)
                 source, widen = source_of(name, tied=tied), not destination.quantised
                 part = checkpoint.read(source, first_row, count, widen=widen)
                 hashed.result()  # one slice waits at most
@@ -128,6 +128,16 @@ def load_weights(
                 done += count * _row_bytes(destination, itemsize)
                 progress(done, total)
     return digest.hexdigest()
+
+
+def _wanted(destination: Destination) -> tuple[int, int]:
+    """First row and end of what a destination takes."""
+    return destination.rows or (0, destination.shape[0])
+
+
+def _wanted_bytes(destination: Destination, itemsize: int) -> int:
+    first, end = _wanted(destination)
+    return (end - first) * _row_bytes(destination, itemsize)
 
 
 def _row_bytes(destination: Destination, itemsize: int) -> int:

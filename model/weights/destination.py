@@ -17,7 +17,9 @@ class Destination:
     load: Callable[[int, "Tensor"], None]
     """load(first_row, rows): rows first_row, first_row + 1, … of the tensor, in the checkpoint's dtype, on the CPU.
 
-    Called in ascending order without gaps; the callee copies what it keeps.
+    Called in ascending order without gaps, for the rows that are wanted; the callee copies what it keeps.
     """
     quantised: str = ""
     """The type of quantised blocks that load takes instead, as uint8 [rows, bytes of a row]."""
+    rows: tuple[int, int] | None = None
+    """First row and end of those that load is given; None: all."""

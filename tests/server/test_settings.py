@@ -38,6 +38,7 @@ GIVEN = {
     "otlp_traces_endpoint": ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
     "quantization": ("fp8", "fp8"),
     "device": ("cpu", "cpu"),
+    "tensor_parallel_size": ("2", 2),
     "attention_prefill": ("fa3", "fa3"),
     "attention_decode": ("xqa", "xqa"),
     "max_num_seqs": ("3", 3),
