@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import APIError, answer
-from octavo.server.messages_api import refusal
 
 HOST = re.compile(rb"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -44,7 +42,7 @@ class HostCheck:
             await self._app(scope, receive, send)
         else:
             error = APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
-            await _response(error, scope)(scope, receive, send)
+            await answer(error, scope)(scope, receive, send)
 
 
 class Authentication:
@@ -67,7 +65,7 @@ class Authentication:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await _response(error, scope)(scope, receive, send)
+            await answer(error, scope)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         path = scope["path"]
@@ -75,11 +73,6 @@ class Authentication:
             return True
         keys = self._metrics_keys if path == "/metrics" else self._keys
         return not keys or _is_among(_given_key(scope), keys)
-
-
-def _response(error: APIError, scope: Scope) -> Response:
-    """The refusal in the shape of the API that was called."""
-    return refusal(error) if scope["path"].startswith("/v1/messages") else answer(error)
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:

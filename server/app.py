@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, HostCheck
-from octavo.server.errors import APIError, answer, internal_error
+from octavo.server.errors import APIError, answer, internal_error, is_messages
 from octavo.server.generate import add_generation_routes
 from octavo.server.health import add_health_routes
 from octavo.server.inspection import add_inspection_routes
@@ -99,20 +99,21 @@ def _add_operation_routes(app: FastAPI) -> None:
         return JSONResponse({"version": __version__})
 
 
-async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+async def _api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, APIError):
         raise error
-    return answer(error)
+    return answer(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
+    message = str(error.detail)
     if error.status_code == 404:
-        return answer(APIError(404, "There is no such route."))
+        message = "There is no such route."
     if error.status_code == 405:
-        return answer(APIError(405, f"This route does not answer {request.method}.", headers=error.headers))
-    return answer(APIError(error.status_code, str(error.detail)))
+        message = f"This route does not answer {request.method}."
+    return await _api_error(request, APIError(error.status_code, message, headers=error.headers))
 
 
 class RequestContext:
@@ -136,7 +137,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 started = True
                 self._responded(message["status"])
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                names = (b"x-request-id", b"request-id") if is_messages(scope["path"]) else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, identity.encode()) for name in names)]
             await send(message)
 
         try:
@@ -145,7 +147,7 @@ class RequestContext:
             log.exception("request %s failed", identity)
             if started:
                 raise
-            await answer(internal_error())(scope, receive, send_with_id)
+            await answer(internal_error(), scope)(scope, receive, send_with_id)
 
 
 def _request_id(scope: Scope) -> str:

@@ -59,6 +59,8 @@ class Choice:
         """Tokens generated, the one that ended the choice included."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self._error: APIError | None = None
+        """Why it cannot go on."""
         self._text = text
         self._show_stop_ids = show_stop_ids
         self._unfinished: deque[TokenEvent] = deque()
@@ -77,6 +79,8 @@ class Choice:
                     yield delta
                     if delta.finish_reason is not None:
                         return
+                if self._error is not None:
+                    raise self._error
         except EngineError:
             raise engine_unavailable() from None
         finally:
@@ -89,7 +93,8 @@ class Choice:
             self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
             self.prompt_logprobs.extend(event.prompt_logprobs)
             if event.finish in ("error", "abort", "timeout"):
-                raise self._failure(event)
+                self._error = self._failure(event)
+                break
             if event.token is not None:
                 piece = self._feed(event, event.token)
                 text += piece.text

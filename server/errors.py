@@ -1,9 +1,24 @@
-"""Errors a client sees: one envelope, one line, no internals."""
+"""Errors a client sees: in the shape of the API that it called, one line, no internals."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+
+MESSAGES = "/v1/messages"
+"""Where, and below which, errors have Anthropic's shape."""
+
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+OVERLOADED = 529
+"""Anthropic's status where others say 503."""
 
 
 class APIError(Exception):
@@ -36,6 +51,11 @@ class APIError(Exception):
         """The body: all four keys are always there."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def messages_envelope(self) -> dict[str, Any]:
+        """The body in Anthropic's shape."""
+        kind = MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> APIError:
     """A 400 that names the offending parameter."""
@@ -63,9 +83,17 @@ def queue_full(limit: str) -> APIError:
     return APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
-def answer(error: APIError) -> JSONResponse:
-    """The response that says so."""
-    return JSONResponse(error.envelope(), error.status, error.headers)
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def answer(error: APIError, scope: Mapping[str, Any]) -> JSONResponse:
+    """The response that says so, in the shape of the API that was called, as far as that is known."""
+    if not is_messages(scope.get("path", "")):
+        return JSONResponse(error.envelope(), error.status, error.headers)
+    body = error.messages_envelope() | {"request_id": scope.get("state", {}).get("request_id")}
+    return JSONResponse(body, OVERLOADED if error.status == 503 else error.status, error.headers)
 
 
 def queue_timed_out() -> APIError:

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens in the shape of Anthropic's Messages API: text in, text out."""
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ from octavo.server.protocol import (
     Stop,
     join_text,
     parse,
+    text_schema,
 )
 from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
@@ -44,20 +45,7 @@ UNSUPPORTED = {
 }
 """Fields that change the answer and are not built, beside those of all endpoints."""
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-OVERLOADED = 529
-"""Anthropic's status where others say 503."""
-
-
-Text = Annotated[str, BeforeValidator(join_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+Text = Annotated[str, BeforeValidator(join_text), WithJsonSchema(text_schema())]
 
 
 class Turn(RequestModel):
@@ -117,16 +105,12 @@ def add_messages_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", tags=["generate"], summary="Answer a conversation, in Anthropic's shape")
     async def messages(request: Request) -> Response:
-        return await _told(_answer(service, request))
+        body = await read(request, service.max_body_bytes, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
+        return await respond(service, request, body.chat(), partial(MessageTeller, body))
 
     @app.post("/v1/messages/count_tokens", tags=["tokens"], summary="The tokens of a conversation's prompt")
     async def count_tokens(request: Request) -> Response:
-        return await _told(_count(service, request))
-
-
-async def _answer(service: Service, request: Request) -> Response:
-    body = await read(request, service.max_body_bytes, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
-    return await respond(service, request, body.chat(), partial(MessageTeller, body))
+        return await _count(service, request)
 
 
 async def _count(service: Service, request: Request) -> Response:
@@ -144,29 +128,10 @@ async def _count(service: Service, request: Request) -> Response:
     return JSONResponse({"input_tokens": len(ids)})
 
 
-async def _told(work: Awaitable[Response]) -> Response:
-    """An answer, or its error in Anthropic's shape."""
-    try:
-        return await work
-    except APIError as error:
-        return refusal(error)
-
-
-def refusal(error: APIError) -> JSONResponse:
-    """The response that says so, in Anthropic's shape."""
-    return JSONResponse(envelope(error), OVERLOADED if error.status == 503 else error.status, error.headers)
-
-
-def envelope(error: APIError) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
-    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
 class MessageTeller:
     """Tells an answer as a message with one text block, or as the events of its growth."""
 
-    framing = Framing(named_event, envelope, b"")
+    framing = Framing(named_event, APIError.messages_envelope, b"")
 
     def __init__(self, request: MessagesRequest, prepared: Prepared) -> None:
         self._model = request.model

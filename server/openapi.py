@@ -1,11 +1,14 @@
 """The OpenAPI document: the bodies are read by hand (strictly, and within limits), so their schemas are added here."""
 
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from octavo.server import messages_api
+from octavo.server import responses as responses_api
 from octavo.server.messages_api import CountTokensRequest, MessagesRequest
 from octavo.server.openapi_answers import ERROR, responses
 from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText
@@ -24,6 +27,12 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
 }
 """What each route reads: one of these."""
 
+REFUSED: dict[type[BaseModel], Collection[str]] = {
+    ResponsesRequest: responses_api.UNSUPPORTED,
+    MessagesRequest: messages_api.UNSUPPORTED,
+}
+"""Fields of a model that its route refuses."""
+
 
 def document(app: FastAPI) -> dict[str, Any]:
     """Describe the routes of an application, made once and kept by it."""
@@ -35,6 +44,8 @@ def document(app: FastAPI) -> dict[str, Any]:
                 body = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas.update(body.pop("$defs", {}))
                 schemas[model.__name__] = body
+                for name in REFUSED.get(model, ()):
+                    body["properties"].pop(name, None)
             references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
             content = {"application/json": {"schema": references[0] if len(models) == 1 else {"anyOf": references}}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

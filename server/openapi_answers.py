@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.server.errors import is_messages
+
 Schema = Mapping[str, Any]
 
 
@@ -117,10 +119,7 @@ STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/me
 def responses(path: str, documented: Mapping[str, Any]) -> dict[str, Any]:
     """The responses of a route: what is documented, and what every route has in common."""
     found = {status: response for status, response in documented.items() if status != "422"}
-    # Anthropic's shape, and OpenAI's where what is wrong is noticed before the route is reached.
-    schema: Schema = {"$ref": "#/components/schemas/Error"}
-    if path.startswith("/v1/messages"):
-        schema = {"anyOf": [MESSAGES_ERROR, schema]}
+    schema = MESSAGES_ERROR if is_messages(path) else {"$ref": "#/components/schemas/Error"}
     error = {"application/json": {"schema": schema}}
     found.setdefault("4XX", {"description": "The request is refused.", "content": error})
     if path.startswith("/health"):

@@ -111,11 +111,6 @@ def _token_ids(value: Any, where: str) -> list[int]:
 
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -135,6 +130,13 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
+def text_schema(kinds: Collection[str] = ("text",)) -> dict[str, Any]:
+    """The JSON Schema of what `join_text` takes."""
+    properties = {"type": {"enum": list(kinds)}, "text": {"type": "string"}}
+    part = {"type": "object", "required": ["type", "text"], "properties": properties}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
 def join_text(value: Any, kinds: Collection[str] = ("text",)) -> Any:
     """Join the text parts of a message's content; nothing but text is served. Other values are left as they are."""
     if not isinstance(value, list):
@@ -152,7 +154,7 @@ class Message(RequestModel):
     content: Annotated[
         str | None,
         BeforeValidator(join_text),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+        WithJsonSchema({"anyOf": [text_schema(), {"type": "null"}]}),
     ] = None
     name: str | None = Field(None, max_length=256)
     tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_CALLS)

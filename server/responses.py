@@ -24,6 +24,7 @@ from octavo.server.protocol import (
     SamplingFields,
     join_text,
     parse,
+    text_schema,
 )
 from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
@@ -47,6 +48,15 @@ UNSUPPORTED = {
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+_ITEM = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": list(ROLES)},
+        "content": text_schema(TEXT_PARTS),
+    },
+}
 
 
 def _items(value: Any) -> Any:
@@ -79,7 +89,9 @@ class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        list[Message], BeforeValidator(_items), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})
+        list[Message],
+        BeforeValidator(_items),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]}),
     ] = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from octavo.server.errors import APIError
+from octavo.server.errors import APIError, answer
 
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
@@ -90,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer(APIError(431, message) if self._too_large else APIError(400, msg))
 
     def _answer(self, error: APIError) -> None:
-        body = msgspec.json.encode(error.envelope())
+        body = bytes(answer(error, self.scope or {}).body)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()

@@ -48,6 +48,8 @@ def test_while_the_model_loads_the_probes_answer_and_everything_else_is_503(tmp_
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.headers["x-request-id"]
+        overloaded = client.post(f"{daemon.url}/v1/messages", json={})
+        assert (overloaded.status_code, overloaded.json()["error"]["type"]) == (529, "overloaded_error")
         assert "octavo_engine_up 0.0" in client.get(f"{daemon.url}/metrics").text
         loaded.touch()
         eventually(daemon.url, (200, "ok"))

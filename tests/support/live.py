@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,8 +108,8 @@ def answer(live: Live, request: dict[str, object], *, stream: bool) -> object:
     return texts, logprobs, usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def story_command(directory: Path, stories: dict[int, Sequence[int]]) -> tuple[str, ...]:
-    """The command of an engine that tells these stories."""
+def story_command(directory: Path, stories: Mapping[int, Sequence[int | None]]) -> tuple[str, ...]:
+    """The command of an engine that tells these stories, and fails where one holds None."""
     path = directory / "stories.json"
     path.write_text(json.dumps({str(marker): list(story) for marker, story in stories.items()}))
     return (sys.executable, str(STORY_ENGINE), str(path))

@@ -1,8 +1,9 @@
 """An engine without a model that tells stories: `python story_engine.py STORIES.json FD`.
 
-STORIES.json maps a marker token to a list of tokens. A prompt that begins with a marker is continued with that story
-(the token at position p of the sequence is the story's p-th), then with EOS. Any other prompt is continued with tokens
-that are a pure function of the sequence so far. Scheduler, loop and channel are the real ones.
+STORIES.json maps a marker token to a list of tokens, or of nulls, at which the device fails. A prompt that begins with
+a marker is continued with that story (the token at position p of the sequence is the story's p-th), then with EOS. Any
+other prompt is continued with tokens that are a pure function of the sequence so far. Scheduler, loop and channel are
+the real ones.
 """
 
 import json
@@ -44,8 +45,8 @@ class StoryRunner(ScriptedRunner):
         return super().submit(step)
 
 
-def narrator(stories: dict[int, list[int]]) -> Callable[[Sequence[int]], int]:
-    def next_token(tokens: Sequence[int]) -> int:
+def narrator(stories: dict[int, list[int | None]]) -> Callable[[Sequence[int]], int | None]:
+    def next_token(tokens: Sequence[int]) -> int | None:
         if tokens[0] == CRASH:
             raise RuntimeError("the device broke at /home/somebody/secret.py, address 0xdeadbeef")
         story = stories.get(tokens[0])
@@ -57,7 +58,7 @@ def narrator(stories: dict[int, list[int]]) -> Callable[[Sequence[int]], int]:
     return next_token
 
 
-def build(config: EngineConfig, stories: dict[int, list[int]]) -> tuple[Scheduler, StoryRunner, Ready]:
+def build(config: EngineConfig, stories: dict[int, list[int | None]]) -> tuple[Scheduler, StoryRunner, Ready]:
     blocks = config.kv_blocks or 1024
     limits = Limits(config.max_num_seqs or 8, 64, config.max_model_len or 2048, config.block_size)
     scheduler = Scheduler(BlockPool(blocks), PrefixHasher(config.block_size), limits, (EOS,))
