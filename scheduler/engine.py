@@ -16,6 +16,7 @@ from octavo.scheduler.grammar import PATIENCE_SECONDS, Intake
 from octavo.scheduler.messages import (
     Abort,
     EngineStats,
+    Pause,
     Shutdown,
     StepReport,
     Submission,
@@ -115,6 +116,8 @@ class Engine:
                     self._intake.begin(message, grammar)
                 case Abort():
                     events.append(self._abort(message))
+                case Pause():
+                    self._pause(message)
                 case Vocabulary():
                     self._intake.learn(message)
                 case Shutdown():
@@ -133,6 +136,10 @@ class Engine:
         if message.unbegun and self._scheduler.has_begun(message.request):
             return None
         return self._scheduler.abort(message.request, message.reason)
+
+    def _pause(self, message: Pause) -> None:
+        if not self._intake.pause(message.request, message.paused):
+            self._scheduler.pause(message.request, message.paused)
 
     def _submit_next(self) -> bool:
         """Queue a step; False if there is none, or none should follow it before it has landed."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import llguidance
+import msgspec
 
 from octavo.model.memory import mask_width
 from octavo.scheduler.messages import Submission, Vocabulary
@@ -152,6 +153,14 @@ class Intake:
     def drop(self, request: int) -> bool:
         """Forget a submission; False if it is not here."""
         return self._compiling.pop(request, None) is not None
+
+    def pause(self, request: int, paused: bool) -> bool:
+        """Pause a submission, or let it go on; False if it is not here."""
+        if request not in self._compiling:
+            return False
+        submission, state = self._compiling[request]
+        self._compiling[request] = msgspec.structs.replace(submission, paused=paused), state
+        return True
 
     def finished(self, seconds: float) -> list[tuple[Submission, GrammarState]]:
         """Give out those that are compiled, or have failed. If there are none, wait a little for the first."""

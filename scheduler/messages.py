@@ -67,6 +67,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prompt log-probabilities that an earlier engine has reported."""
     announced: bool = False
     """Whether an earlier engine has sent the event with `first` set."""
+    paused: bool = False
+    """Whether it begins as after a Pause."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -87,6 +89,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: FinishReason = "abort"
     unbegun: bool = False
     """Only if no step has been given to it yet."""
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute no more of a request, whose client has enough to read, or go on. Unknown requests are ignored."""
+
+    request: int
+    paused: bool
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -213,5 +222,5 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exit_code: int
 
 
-ToEngine = EngineConfig | Vocabulary | Submission | Abort | Shutdown
+ToEngine = EngineConfig | Vocabulary | Submission | Abort | Pause | Shutdown
 FromEngine = Loading | Ready | StepReport | Fatal

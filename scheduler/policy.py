@@ -8,10 +8,11 @@ Rules it keeps:
 
 - Steps execute in the order they were scheduled: a block or slot that one step gives up is free for the next.
 - Running requests go first, in order of priority and arrival; then waiting ones, in that order too, while tokens, slots
-  and blocks last. Nobody is put back for one that waits.
-- If blocks run out, the last request in order gives up its own and computes them again later: the first always
-  finishes.
+  and blocks last. Nobody who is computed is put back for one that waits.
+- If blocks run out, the last request in order gives up its own and computes them again later: the first finishes.
   Under `reserve` a request waits until the blocks of its whole life are there, so they never run out.
+- A paused request is not computed. It keeps slot and blocks as long as nobody else lacks them; then it is the first to
+  give them up, also to one that waits.
 - A request that a step in flight works for is never preempted. It is left out until that step has landed.
 - After a failure only suspects run, group by group, until the one to blame is found (`blame`).
 - A request whose next tokens depend on words that it forbids or on a grammar runs once its last token is known, and its
@@ -64,7 +65,7 @@ class Scheduler:
         self._clock = clock
         self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._running: OrderedDict[int, Request] = OrderedDict()
-        """Both by id and in order of priority and arrival. Of one priority, no request waits for a later one."""
+        """Both by id, in order of priority and arrival. Of one priority, only once paused ones wait for later ones."""
         self._slots = list(reversed(range(limits.max_rows)))
         self._retired: list[int] = []
         """Slots given up, of which the runner learns in the next step."""
@@ -74,12 +75,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is alive."""
-        return bool(self._waiting or self._running)
+        """Whether any request is alive and not paused."""
+        return any(not request.paused for queue in (self._running, self._waiting) for request in queue.values())
 
     @property
     def running(self) -> int:
-        """Requests that hold a slot."""
+        """Requests that hold a slot, paused ones included."""
         return len(self._running)
 
     @property
@@ -105,16 +106,24 @@ class Scheduler:
 
         Rows in flight still run, in order, before anything else can use its blocks; `commit` drops what they yield.
         """
-        request = self._waiting.get(request_id) or self._running.get(request_id)
+        request = self._find(request_id)
         if request is None:
             return None
         self._end(request, reason)
         return request.announce(TokenEvent(request=request_id, finish=reason))
 
+    def pause(self, request_id: int, paused: bool) -> None:
+        """Compute no more of a request than what is in flight, or go on. Nothing happens if it is unknown."""
+        if (request := self._find(request_id)) is not None:
+            request.paused = paused
+
     def has_begun(self, request_id: int) -> bool:
         """Whether a request is alive and has been admitted, by this engine or an earlier one."""
-        request = self._waiting.get(request_id) or self._running.get(request_id)
+        request = self._find(request_id)
         return request is not None and (request.announced or request.queue_seconds is not None)
+
+    def _find(self, request_id: int) -> Request | None:
+        return self._waiting.get(request_id) or self._running.get(request_id)
 
     def audit(self) -> None:
         """Raise InvariantError where a block or a slot has other owners than it should. See `BlockPool.audit`."""
@@ -132,7 +141,9 @@ class Scheduler:
         """Decide the next step; None if nothing can be computed before a step in flight has landed."""
         if self._suspects and self._flights:
             return None
-        await_masks(request.grammar for request in self._running.values() if request.grammar is not None)
+        self._let_paused_suspects_go()
+        running = self._running.values()
+        await_masks(one.grammar for one in running if one.grammar is not None and not one.paused)
         draft = Draft(self._limits.max_tokens)
         self._continue_running(draft)
         if not draft.short:
@@ -147,7 +158,7 @@ class Scheduler:
         return step
 
     def _continue_running(self, draft: Draft) -> None:
-        for request in tuple(self._running.values()):
+        for request in [request for request in self._running.values() if not request.paused]:
             count = min(request.remaining, draft.budget)
             if count == 0 or request.slot is None or request is draft.left_out or request.held(count):
                 continue
@@ -167,11 +178,13 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request, draft: Draft) -> bool:
-        """Preempt the last in order; False if `request` cannot go on in this step.
+        """Preempt a paused request, or the last in order; False if `request` cannot go on in this step.
 
         The last has no row in the draft: rows go to requests in order, and it is `request` or one behind it.
         """
         draft.short = True
+        if self._put_back_paused():
+            return True
         if draft.left_out is not None:
             return False
         victim = next(reversed(self._running.values()))
@@ -182,17 +195,26 @@ class Scheduler:
         self.preemptions += 1
         return victim is not request
 
+    def _put_back_paused(self) -> bool:
+        """Preempt the last paused request in order; False if there is none, or only such as a step works for."""
+        for request in reversed(self._running.values()):
+            if request.paused and not request.in_flight:
+                self._requeue(request)
+                self.preemptions += 1
+                return True
+        return False
+
     def _admit_waiting(self, draft: Draft) -> None:
-        while self._waiting and self._slots and draft.budget:
-            request = self._next_waiting()
-            if request is None or not self._claim_blocks(request):
+        while draft.budget and (request := self._next_waiting()) is not None:
+            if self._slots and self._claim_blocks(request):
+                self._admit(request, draft)
+            elif not self._put_back_paused():
                 break
-            self._admit(request, draft)
 
     def _next_waiting(self) -> Request | None:
         if self._suspects:
             return next((request for request in self._suspects.group if request.slot is None), None)
-        return next(iter(self._waiting.values()))
+        return next((request for request in self._waiting.values() if not request.paused), None)
 
     def _claim_blocks(self, request: Request) -> bool:
         """Give a waiting request blocks for its known tokens, under `reserve` for all it may have; cached if possible.
@@ -338,6 +360,14 @@ class Scheduler:
         for row, request in zip(flight.step.rows, flight.requests, strict=True):
             if request.finish is None and row.start + row.count >= request.suspect_until:
                 self._requeue(request)
+                self._suspects.clear(request)
+
+    def _let_paused_suspects_go(self) -> None:
+        """Those who are not computed cannot be tried, and hold up the others: who is to blame will show it later."""
+        while paused := [request for request in self._suspects.group if request.paused]:
+            for request in paused:
+                if request.slot is not None:
+                    self._requeue(request)
                 self._suspects.clear(request)
 
     # Leaving

@@ -64,6 +64,8 @@ class Request:
     in_flight: int = 0
     """Rows in steps that are scheduled and not yet committed."""
     finish: FinishReason | None = None
+    paused: bool = False
+    """Whether it is left alone until its client has read more."""
 
     names: list[bytes] = field(default_factory=list)
     """Names of its full blocks from the first on, as far as they were needed. Tokens never change, nor do names."""
@@ -98,6 +100,7 @@ class Request:
             output=list(submission.emitted),
             scored=submission.scored,
             announced=submission.announced,
+            paused=submission.paused,
         )
 
     @property

@@ -146,15 +146,16 @@ async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, 
         async for delta in choices[0].deltas():
             yield choices[0], delta
         return
-    queue: asyncio.Queue[tuple[Choice, Delta] | Exception | None] = asyncio.Queue()
+    # Bounded: what a slow reader does not take is kept by the generations, which are paused then.
+    queue: asyncio.Queue[tuple[Choice, Delta] | Exception | None] = asyncio.Queue(len(choices))
 
     async def pump(choice: Choice) -> None:
         try:
             async for delta in choice.deltas():
-                queue.put_nowait((choice, delta))
-            queue.put_nowait(None)
+                await queue.put((choice, delta))
+            await queue.put(None)
         except Exception as error:  # whatever it is, the reader must hear of it: it would wait for ever
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(choice)) for choice in choices]
     try:

@@ -21,6 +21,7 @@ from octavo.scheduler.messages import (
     EngineConfig,
     FinishReason,
     Loading,
+    Pause,
     Ready,
     StepReport,
     Submission,
@@ -35,21 +36,29 @@ __all__ = ["ENGINE_COMMAND", "EngineClient", "EngineError", "Generation"]
 
 _log = logging.getLogger(__name__)
 
+MOST_UNREAD = 256
+"""Events of one request that wait to be read, before it is paused."""
+
 
 class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
     """The events of one submission. Each iteration yields all that have arrived since the last one.
 
-    Ends after the event that has `finish` set. Raises EngineError where the engine is gone for good before that.
+    Ends after the event that has `finish` set. Raises EngineError where the engine is gone for good before that. While
+    nobody reads what has come, the request is paused.
     """
 
-    def __init__(self, submission: Submission, send_abort: Callable[..., None]) -> None:
+    def __init__(self, submission: Submission, tell: Callable[[Abort | Pause], None], room: int = MOST_UNREAD) -> None:
+        """`tell`: sends a message to the engine. `room`: so many unread events pause the request."""
         self.request = submission.request
         self.progressed = False
         """Whether anything was delivered since the engine that computes it was given it."""
         self.aborted: FinishReason | None = None
         """The reason it was asked to end for."""
+        self.paused = False
+        """Whether the engine was asked to wait until what has come is read."""
         self._submission = submission
-        self._send_abort = send_abort
+        self._tell = tell
+        self._room = room
         self._emitted: list[int] = []
         self._scored = 0
         self._announced = False
@@ -73,6 +82,8 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
             await self._arrived.wait()
         events = tuple(self._events)
         self._events.clear()
+        if self.paused:
+            self._pause(False)
         return events
 
     @property
@@ -84,20 +95,25 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
     def submission(self) -> Submission:
         """The request as an engine must be told of it now: with all that has been delivered."""
         return msgspec.structs.replace(
-            self._submission, emitted=tuple(self._emitted), scored=self._scored, announced=self._announced
+            self._submission,
+            emitted=tuple(self._emitted),
+            scored=self._scored,
+            announced=self._announced,
+            paused=self.paused,
         )
 
     def abort(self, reason: FinishReason = "abort") -> None:
         """End the request now; its last event then has this reason, unless it has finished meanwhile. Idempotent."""
         if not (self.aborted or self._finished or self._failure):
             self.aborted = reason
-            self._send_abort(self.request, reason)
+            self._tell(Abort(request=self.request, reason=reason))
 
     def expire(self, queue_seconds: float, request_seconds: float) -> None:
         """End it as timed out if it is not begun, or not finished, after so many seconds; 0: never."""
         loop = asyncio.get_running_loop()
         if queue_seconds:
-            self._queue_timer = loop.call_later(queue_seconds, self._send_abort, self.request, "timeout", True)
+            message = Abort(request=self.request, reason="timeout", unbegun=True)
+            self._queue_timer = loop.call_later(queue_seconds, self._tell, message)
         if request_seconds:
             self._request_timer = loop.call_later(request_seconds, self.abort, "timeout")
 
@@ -114,7 +130,13 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         self._finished = event.finish is not None
         if self._finished and self._request_timer is not None:
             self._request_timer.cancel()
+        if len(self._events) >= self._room and not (self.paused or self._finished):
+            self._pause(True)
         self._arrived.set()
+
+    def _pause(self, paused: bool) -> None:
+        self.paused = paused
+        self._tell(Pause(request=self.request, paused=paused))
 
     def fail(self, error: EngineError) -> None:
         """End the stream with an error once its queued events are read. For the client."""
@@ -210,7 +232,7 @@ class EngineClient:
             grammar=grammar,
             priority=priority,
         )
-        generation = self._live[number] = Generation(submission, self._abort)
+        generation = self._live[number] = Generation(submission, self._tell)
         self.metrics.request_started(number, len(submission.prompt))
         self._send_due()
         return generation
@@ -223,11 +245,13 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._process.close()
 
-    def _abort(self, request: int, reason: FinishReason, unbegun: bool = False) -> None:
-        if request in self._sent:
-            self._process.send(Abort(request=request, reason=reason, unbegun=unbegun))
-        elif request in self._live:
-            self._end_request(TokenEvent(request=request, finish=reason))
+    def _tell(self, message: Abort | Pause) -> None:
+        if isinstance(message, Pause):
+            self.metrics.request_paused(message.request, message.paused)
+        if message.request in self._sent:
+            self._process.send(message)
+        elif isinstance(message, Abort) and message.request in self._live:
+            self._end_request(TokenEvent(request=message.request, finish=message.reason))
 
     def _end_request(self, event: TokenEvent) -> None:
         """End a request that no engine will end."""
@@ -285,7 +309,8 @@ class EngineClient:
         """Settle what the dead engine cannot: requests that were to end, and one that has killed it."""
         for generation in [generation for generation in self._live.values() if generation.aborted]:
             self._end_request(TokenEvent(request=generation.request, finish=generation.aborted))
-        known = [self._live[request] for request in sorted(self._sent)]
+        sent = [self._live[request] for request in sorted(self._sent)]
+        known = [generation for generation in sent if not generation.paused]
         self._sent.clear()
         culprit = self._obituary.died(known, [generation.progressed for generation in known], self.ready.max_num_seqs)
         _log.error("%s; %d requests will go on in another", error, len(self._live) - (culprit is not None))
@@ -323,7 +348,8 @@ class EngineClient:
     async def _watch_stalls(self) -> None:
         while True:
             await asyncio.sleep(self._stalls.interval)
-            if self._stalls.stalled(working=bool(self._sent) and not self.restarting):
+            working = any(not self._live[request].paused for request in self._sent)
+            if self._stalls.stalled(working=working and not self.restarting):
                 self._process.kill(f"the engine finished no step for {self._stalls.limit:g} s and was killed")
 
     def _end(self, error: EngineError) -> None:

@@ -39,6 +39,10 @@ class Life:
     admitted: float | None = None
     first_token: float | None = None
     last_token: float = 0.0
+    paused: bool = False
+    """Whether it waits for its client to read."""
+    resumed: float = 0.0
+    """When it last ceased to wait for that."""
     tokens: int = 0
     ended: float = 0.0
     finish: FinishReason | None = None

@@ -51,6 +51,10 @@ class BindError(OSError):
     exit_code = 73
 
 
+SEND_BUFFER_BYTES = 256 << 10
+"""What the kernel keeps of an answer that is not read. By itself it would let that grow to several megabytes."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Reserve the address before anything slow happens.
 
@@ -63,6 +67,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
         except OSError:
             listener.close()

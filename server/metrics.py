@@ -95,7 +95,17 @@ class Metrics(Collector):
     @property
     def heartbeat_age(self) -> float:
         """Seconds since the last finished step, or since there is work if that is shorter; 0 while there is none."""
-        return self._clock() - self._heartbeat if self._live else 0.0
+        return self._clock() - self._heartbeat if self._working else 0.0
+
+    @property
+    def paused(self) -> int:
+        """Requests that wait for their clients to read."""
+        return sum(life.paused for life in self._live.values())
+
+    @property
+    def _working(self) -> bool:
+        """Whether the engine has something to compute."""
+        return any(not life.paused for life in self._live.values())
 
     @property
     def cache_usage(self) -> float:
@@ -133,9 +143,20 @@ class Metrics(Collector):
         self.started += 1
         self.prompt_tokens += prompt_tokens
         self.queued_tokens += prompt_tokens
-        if not self._live:
+        if not self._working:
             self._heartbeat = self._clock()
         self._live[request] = Life(self._clock(), prompt_tokens, queued_tokens=prompt_tokens)
+
+    def request_paused(self, request: int, paused: bool) -> None:
+        """A request waits for its client to read, or does no longer; nothing happens if it has ended."""
+        life = self._live.get(request)
+        if life is None:
+            return
+        if not paused:
+            life.resumed = self._clock()
+            if not self._working:
+                self._heartbeat = life.resumed
+        life.paused = paused
 
     def originates(self, request: int, origin: Origin) -> None:
         """Note where a request that was just submitted came from."""
@@ -205,7 +226,7 @@ class Metrics(Collector):
                 self._first_token.observe(now - life.submitted)
                 self._prefill.observe(now - (life.admitted or life.submitted))
             else:
-                self._between_tokens.observe(now - life.last_token)
+                self._between_tokens.observe(now - max(life.last_token, life.resumed))
             life.last_token = now
         if event.finish is not None:
             self._finish(event.request, event.finish, now)
@@ -236,6 +257,8 @@ class Metrics(Collector):
     def _request_metrics(self) -> Iterator[Metric]:
         yield _gauge("requests_running", "Requests being computed.", self.running)
         yield _gauge("requests_waiting", "Requests submitted and not being computed.", self.waiting)
+        text = "Requests, running or waiting, that go on once their clients have read what there is."
+        yield _gauge("requests_paused", text, self.paused)
         yield _gauge("queued_tokens", "Prompt tokens of requests not admitted yet.", self.queued_tokens)
         yield _counter("request_started", "Requests submitted to the engine, one for each choice.", self.started)
         yield _counters("request_success", "Finished requests.", "finished_reason", self.finished)

@@ -130,6 +130,7 @@ def throughput() -> Iterator[Panel]:
         "none",
         (f"sum({sel('requests_running')})", "running"),
         (f"sum({sel('requests_waiting')})", "waiting"),
+        (f"sum({sel('requests_paused')})", "paused"),
     )
     finished = (rate("request_success_total", "finished_reason"), "{{finished_reason}}")
     yield graph("Finished a second, by reason", "reqps", finished, stack=True)

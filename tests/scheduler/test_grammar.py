@@ -13,7 +13,7 @@ from support.scheduling import BLOCK_SIZE, EOS, VOCABULARY, check, make_schedule
 from octavo.model.step import SamplingParams, Step
 from octavo.scheduler.engine import Engine
 from octavo.scheduler.grammar import Grammars, TokenizerView, compile_grammar
-from octavo.scheduler.messages import Abort, Shutdown, StepReport, Submission, ToEngine, Vocabulary
+from octavo.scheduler.messages import Abort, Pause, Shutdown, StepReport, Submission, ToEngine, Vocabulary
 
 PIECES = [
     b"",
@@ -117,6 +117,9 @@ def test_every_request_yields_what_its_grammar_and_the_model_say(seed: int, look
     ]
     arrivals: list[tuple[int, ToEngine]] = [(1, VOCABULARY_MESSAGE)]
     arrivals += [(random.randrange(2, 15), request) for request in requests]
+    pauses = [(random.randrange(2, 30), number) for number in random.sample(range(12), 6)]
+    arrivals += [(at, Pause(request=number, paused=True)) for at, number in pauses]
+    arrivals += [(at + random.randrange(20), Pause(request=number, paused=False)) for at, number in pauses]
     channel, runner = Lines(arrivals, len(requests)), CheckingRunner()
     Engine(runner.scheduler, runner, channel, lookahead).run()
     assert runner.masked
@@ -156,6 +159,16 @@ def test_a_request_can_leave_while_its_grammar_is_compiled() -> None:
     channel = run([VOCABULARY_MESSAGE], [follow(0, grammar("(ab)+")), Abort(request=0)], requests=1)
     assert channel.finishes == {0: "abort"}
     assert not channel.tokens
+
+
+def test_a_request_can_be_paused_and_resumed_while_its_grammar_is_compiled() -> None:
+    request = msgspec.structs.replace(follow(0, grammar("(ab)+")), paused=True)
+    other = follow(1, grammar("abc"))
+    pause, resume = (Pause(request=number, paused=number == 1) for number in (1, 0))
+    later = [[], [], [], [Abort(request=1)]]
+    channel = run([VOCABULARY_MESSAGE], [request, other, pause, resume], *later, requests=2)
+    assert channel.tokens == {0: alone(request)}
+    assert channel.finishes[1] == "abort"
 
 
 def test_a_grammar_before_the_vocabulary_is_a_fault_of_the_server() -> None:

@@ -1,11 +1,11 @@
-"""Any order of arrivals, steps, landings, aborts and failures keeps the books in order and every answer right."""
+"""Arrivals, steps, pauses, aborts and failures in any order keep the books in order and every answer right."""
 
 import dataclasses
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.scheduling import BLOCK_SIZE, Driver, check, make_scheduler, mask_of, submission
+from support.scheduling import BLOCK_SIZE, Driver, make_scheduler, mask_of, submission
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import Submission
@@ -95,6 +95,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.aborted.add(request)
             self.driver.abort(request)
 
+    @rule(request=st.integers(0, 9), paused=st.booleans())
+    def pause(self, request: int, paused: bool) -> None:
+        if request in self.requests:
+            (self.driver.pause if paused else self.driver.resume)(request)
+
     @rule()
     def fail(self) -> None:
         if self.driver.flights and not self.driver.scheduler._suspects:
@@ -105,14 +110,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_in_order(self) -> None:
         scheduler = self.driver.scheduler
-        check(scheduler)
-        assert not (self.reserve and scheduler.preemptions)
+        self.driver.check()
+        assert not (self.reserve and scheduler.preemptions and not self.driver.once_paused)
         ended = sum(transcript.finish is not None for transcript in self.driver.transcripts.values())
         assert ended + scheduler.running + scheduler.waiting == len(self.requests)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
+        for number in tuple(self.driver.paused):
+            self.driver.resume(number)
         self.driver.finish()
         for number, request in self.requests.items():
             self.driver.transcripts[number].check(request, CONTEXT, aborted=number in self.aborted)

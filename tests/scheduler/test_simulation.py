@@ -12,7 +12,7 @@ LOOKAHEADS = (0, 1, 2)
 
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_every_request_yields_what_it_would_alone(lookahead: int) -> None:
-    preempted = cached = chunks = scored = failed = 0
+    preempted = cached = chunks = scored = failed = kept = put_back = 0
     finishes: Counter[FinishReason | None] = Counter()
     for seed in range(SEEDS):
         try:
@@ -20,6 +20,8 @@ def test_every_request_yields_what_it_would_alone(lookahead: int) -> None:
         except (CorruptionError, AssertionError) as error:
             error.add_note(f"seed {seed}, lookahead {lookahead}")
             raise
+        kept += outcome.paused[0]
+        put_back += outcome.paused[1]
         failed += outcome.stats.failed_steps_total
         preempted += outcome.stats.preemptions_total
         cached += outcome.stats.prefix_hits_total
@@ -29,6 +31,7 @@ def test_every_request_yields_what_it_would_alone(lookahead: int) -> None:
     # The workload has something of everything, or the checks above had nothing to find.
     assert preempted > 100
     assert failed > 100
+    assert min(kept, put_back) > 100
     assert cached > 2_000
     assert chunks > 1_000
     assert scored > 1_000

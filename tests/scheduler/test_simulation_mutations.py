@@ -152,6 +152,24 @@ class LosesOutputAtPreemption(Scheduler):
         request.output.clear()
 
 
+class ComputesPausedRequests(Scheduler):
+    def pause(self, request_id: int, paused: bool) -> None:
+        pass
+
+
+class NeverResumes(Scheduler):
+    def pause(self, request_id: int, paused: bool) -> None:
+        super().pause(request_id, True)
+
+
+class PutsPausedBackUnderARunningStep(Scheduler):
+    def _put_back_paused(self) -> bool:
+        for request in self._running.values():
+            if request.paused:
+                request.in_flight = 0
+        return super()._put_back_paused()
+
+
 class ReservesTheLastPromptToken(Scheduler):
     """A prompt that is cached to its end leaves nothing to compute."""
 
@@ -179,6 +197,9 @@ MUTATIONS = [
     Parts(scheduler=ScoresTwice),
     Parts(scheduler=ForgetsWhatItScored),
     Parts(scheduler=LosesOutputAtPreemption),
+    Parts(scheduler=ComputesPausedRequests),
+    Parts(scheduler=NeverResumes),
+    Parts(scheduler=PutsPausedBackUnderARunningStep),
     Parts(scheduler=ReservesTheLastPromptToken),
 ]
 

@@ -15,7 +15,7 @@ from support.scripted_engine import CRASH, KILL, scripted_token
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import EngineConfig, TokenEvent
-from octavo.server.client import EngineClient, EngineError, Generation
+from octavo.server.client import MOST_UNREAD, EngineClient, EngineError, Generation
 from octavo.server.metrics import Metrics
 from octavo.server.revival import RestartPolicy
 
@@ -261,6 +261,34 @@ async def test_f5_an_engine_that_is_stopped_for_less_than_the_timeout_is_not_rep
         os.kill(client._process.pid, signal.SIGCONT)
         assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
         assert client.metrics.engine_restarts == 0
+
+
+@run
+async def test_f7_a_paused_request_is_neither_a_stall_nor_to_blame_for_what_kills_the_engine() -> None:
+    async with engine(policy=RestartPolicy(deaths=9, delays=(0.0,), stall_seconds=0.3)) as client:
+        unread = client.submit([4], PARAMS, 1500)
+        await until(lambda: unread.paused)
+        tokens_before = tokens(await collect(client.submit([5], PARAMS, 5)))
+        await asyncio.sleep(1)
+        assert client.metrics.engine_restarts == 0
+        emitted = len(unread.submission.emitted)
+        assert MOST_UNREAD <= emitted < 1500
+        for death in range(1, 5):
+            os.kill(client._process.pid, signal.SIGKILL)
+            await until(lambda: client.metrics.engine_restarts == death)  # noqa: B023 - it is awaited at once
+            assert tokens(await collect(client.submit([5], PARAMS, 5))) == tokens_before
+        assert len(unread.submission.emitted) == emitted
+        assert tokens(await collect(unread)) == [scripted_token(1 + n) for n in range(1500)]
+
+
+@run
+async def test_a_paused_request_can_be_aborted_and_frees_its_blocks() -> None:
+    async with engine() as client:
+        unread = client.submit([4], PARAMS, 1500)
+        await until(lambda: unread.paused)
+        unread.abort()
+        assert [event.finish for event in await collect(unread)][-1] == "abort"
+        assert (client.stats.running, client.stats.blocks_referenced, client.metrics.paused) == (0, 0, 0)
 
 
 @run

@@ -17,7 +17,7 @@ from octavo.server.metrics import Metrics
 READY = scripted_ready(EngineConfig(model="scripted"), blocks=100)
 
 NAMES = """
-    requests_running requests_waiting request_started_total request_success_total requests_resumed_total
+    requests_running requests_waiting requests_paused request_started_total request_success_total requests_resumed_total
     admission_rejections_total http_responses_total prompt_tokens_total prompt_tokens_cached_total
     generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total preemptions_total
     computed_tokens_total engine_up engine_restarts_total steps_total failed_steps_total last_step_timestamp_seconds
@@ -179,6 +179,28 @@ def test_the_engine_is_as_old_as_its_last_step_while_there_is_work(metrics: Metr
     assert metrics.heartbeat_age == 0
 
 
+def test_a_paused_request_is_counted_among_the_others_and_is_no_work(metrics: Metrics, clock: Clock) -> None:
+    for number in (1, 2):
+        metrics.request_started(number, 5)
+    metrics.step(report(token(1, first=True), token(2, first=True), steps_total=1, running=2))
+    metrics.request_paused(1, True)
+    metrics.request_paused(7, True)
+    assert (metrics.running, metrics.waiting, samples(metrics)["requests_paused"]) == (2, 0, 1)
+    clock.now += 3
+    assert metrics.heartbeat_age == 3
+    metrics.request_paused(2, True)
+    assert (metrics.heartbeat_age, metrics.paused) == (0, 2)
+    clock.now += 60
+    metrics.request_paused(1, False)
+    clock.now += 2
+    assert (metrics.heartbeat_age, metrics.paused) == (2, 1)
+    metrics.step(report(token(1), steps_total=2, running=2))
+    assert samples(metrics)["inter_token_latency_seconds_sum"] == 2  # the time of the pause is the client's
+    metrics.step(report(token(1, "stop"), TokenEvent(request=2, finish="abort"), steps_total=3))
+    assert (metrics.heartbeat_age, metrics.paused) == (0, 0)
+    assert samples(metrics)["request_decode_time_seconds_sum"] == 65
+
+
 def test_a_report_without_a_step_is_no_step(metrics: Metrics) -> None:
     metrics.step(report(steps_total=1, device_seconds=0.5))
     metrics.step(report(steps_total=1))
@@ -193,7 +215,11 @@ def test_refusals_are_counted_by_reason(metrics: Metrics) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["start", "run", "stop", "length", "abort", "error"]), st.integers(0, 9))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["start", "run", "pause", "stop", "length", "abort", "error"]), st.integers(0, 9))
+    )
+)
 def test_started_requests_are_always_running_waiting_or_finished(actions: list[tuple[str, int]]) -> None:
     metrics = Metrics()
     live: set[int] = set()
@@ -203,10 +229,13 @@ def test_started_requests_are_always_running_waiting_or_finished(actions: list[t
             metrics.request_started(metrics.started, 1)
         elif action == "run":
             metrics.step(report(running=number))
+        elif action == "pause":
+            metrics.request_paused(number, number % 2 == 0)
         elif live:
             metrics.step(report(TokenEvent(request=live.pop(), finish=action)))
         assert metrics.running >= 0
         assert metrics.waiting >= 0
+        assert 0 <= metrics.paused <= len(live)
         assert metrics.started == metrics.running + metrics.waiting + sum(metrics.finished.values())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.live import Live, live_server, story_command
-from support.raw import status_of
+from support.raw import post, status_of
 from support.story_engine import SLOW
 
 from octavo.server.wire import ConnectionLimits
@@ -134,11 +134,11 @@ def test_more_connections_than_allowed_are_answered_503_and_closed(tmp_path: Pat
 def test_f7_a_client_that_does_not_read_is_cut_off_and_others_go_on(hasty: Live) -> None:
     aborted = 'octavo_request_success_total{finished_reason="abort"}'
     before = hasty.metric(aborted)
-    body = json.dumps({"model": "smollm2", "prompt": [5], "max_tokens": 1900, "logprobs": 5, "stream": True, "n": 8})
+    fields = {"model": "smollm2", "prompt": [5], "max_tokens": 1900, "logprobs": 5, "stream": True, "n": 8}
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(address(hasty))
-        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        connection.sendall(post("/v1/completions", fields))
         assert hasty.completion(prompt=[6], max_tokens=20)["usage"]["completion_tokens"] == 20
         eventually(lambda: hasty.metric(aborted) == before + 8)
         assert b"[DONE]" not in read_to_the_end(connection)

@@ -66,9 +66,14 @@ class ForgetsToRelease(Scheduler):
 
 class PassesOver(Scheduler):
     def _continue_running(self, draft: Draft) -> None:
-        unlucky = {number: self._running.pop(number) for number in list(self._running) if number % 100 == 0}
+        unlucky = {number: self._running.pop(number) for number in list(self._running) if number == 100}
         super()._continue_running(draft)
         self._running = OrderedDict(sorted({**self._running, **unlucky}.items()))
+
+
+class IgnoresPauses(Scheduler):
+    def pause(self, request_id: int, paused: bool) -> None:
+        pass
 
 
 class DependsOnNeighbours(SoakRunner):
@@ -162,9 +167,13 @@ class BreaksI12(Soak):
             file.close()
 
 
+class BreaksI13(Perturbed):
+    scheduler_class = IgnoresPauses
+
+
 KINDS = (
     *(BreaksI1, BreaksI2, BreaksI3, BreaksI4, BreaksI5, BreaksI6),
-    *(BreaksI7, BreaksI8, BreaksI9, BreaksI10, BreaksI11, BreaksI12),
+    *(BreaksI7, BreaksI8, BreaksI9, BreaksI10, BreaksI11, BreaksI12, BreaksI13),
 )
 
 
@@ -175,7 +184,8 @@ def test_every_invariant_is_broken_once() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_invariant_is_noticed(kind: type[Soak]) -> None:
     invariant = kind.__name__.removeprefix("Breaks")
-    soak = kind(300 if invariant == "I9" else REQUESTS, PERIOD)
+    # Whoever is passed over is computed once more by each new engine: without faults there is only one.
+    soak = kind(300 if invariant == "I9" else REQUESTS, REQUESTS + 1 if invariant == "I8" else PERIOD)
     for _ in range(TURNS):
         if soak.closed or soak.checker.found[invariant]:
             break

@@ -1,4 +1,4 @@
-"""What must be true of anything that Octavo has done: twelve invariants, checked while the history is told.
+"""What must be true of anything that Octavo has done: thirteen invariants, checked while the history is told.
 
 Whoever runs an engine tells a `Checker` what happens, one record after another. It keeps what is alive and no more, so
 that a history may be as long as one likes.
@@ -29,6 +29,7 @@ INVARIANTS = {
     "I10": "queue, prefill and decode together take the time of the request",
     "I11": "no request's marker appears in the output of another",
     "I12": "after a fault the listener is the same, and no process, file or shared memory is left over",
+    "I13": "a request that is paused is not computed",
 }
 MOST_PASSED_OVER = 500
 """Steps."""
@@ -89,6 +90,7 @@ class _Told:
     submission: Submission
     yielded: list[Yield] = field(default_factory=list)
     passed_over: int = 0
+    paused: bool = False
 
 
 class Checker:
@@ -176,6 +178,11 @@ class Checker:
         same = books.reported == counted and books.bytes_planned == books.bytes_allocated
         self.require("I6", same, books)
 
+    def paused(self, request: int, paused: bool) -> None:
+        """The engine has heard that it should leave a request alone, or go on with it."""
+        if request in self._live:
+            self._live[request].paused = paused
+
     def stepped(self, computed: Sequence[int]) -> None:
         """A step computes these requests."""
         self._without_progress += 1
@@ -184,7 +191,9 @@ class Checker:
         for request, told in self._live.items():
             if request > youngest:
                 break
-            told.passed_over = 0 if request in computed else told.passed_over + 1
+            if told.paused and request in computed:
+                self.require("I13", False, request)
+            told.passed_over = 0 if told.paused or request in computed else told.passed_over + 1
             if told.passed_over > MOST_PASSED_OVER:
                 self.require("I8", False, request, "is passed over")
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import ssl
 import sys
 import threading
@@ -21,6 +20,7 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.app import create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
+from octavo.server.lifecycle import bind
 from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
 from octavo.server.template import ChatTemplate
@@ -151,7 +151,7 @@ def live_server(
             max_queued_tokens=max_queued_tokens,
         )
         service.open()
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = bind("127.0.0.1", 0)
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(service, rules, origins),

@@ -1,7 +1,8 @@
 """HTTP as bytes on a socket, for requests that no client library would send."""
 
+import json
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def exchange(url: str, request: bytes | Iterable[bytes], *, end: bool = False) -> bytes:
@@ -25,6 +26,13 @@ def get(path: str, *headers: str) -> bytes:
     """The bytes of a GET that asks for the connection to be closed."""
     lines = [f"GET {path} HTTP/1.1", "Connection: close", *headers]
     return "".join(line + "\r\n" for line in (*lines, "")).encode("latin-1")
+
+
+def post(path: str, fields: Mapping[str, object]) -> bytes:
+    """The bytes of a POST of JSON that asks for the connection to be closed."""
+    body = json.dumps(fields).encode()
+    lines = ["Host: localhost", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "".join(line + "\r\n" for line in (f"POST {path} HTTP/1.1", *lines, "")).encode() + body
 
 
 def status_of(response: bytes) -> int:

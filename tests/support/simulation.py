@@ -1,4 +1,4 @@
-"""A whole life of an engine, from a seed: random requests, a small pool, aborts, and any number of steps ahead."""
+"""A whole life of an engine, from a seed: random requests, a small pool, aborts, pauses, any number of steps ahead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import SamplingParams, Step, StepResult
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.messages import Abort, EngineStats, Shutdown, StepReport, Submission, ToEngine
+from octavo.scheduler.messages import Abort, EngineStats, Pause, Shutdown, StepReport, Submission, ToEngine
 from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.request import Limits
 
@@ -45,6 +45,8 @@ class Outcome:
     stats: EngineStats
     steps: list[Step]
     transcripts: dict[int, Transcript]
+    paused: tuple[int, int]
+    """Steps beside which a paused request kept its slot, and beside which one had lost it."""
 
 
 class Script:
@@ -63,6 +65,13 @@ class Script:
         self.failing = random.sample(range(-40, 40), random.choice([0, 0, 4]))
         """Faults that no request causes: n fails the n-th step when it is queued, -n when it is awaited then."""
         self.aborts = [(random.randrange(1, 40), Abort(request=request)) for request in aborts]
+        self.pauses: list[tuple[int, Pause]] = []
+        for request in self.submissions:
+            turn = 0
+            for paused in (True, False) * random.choice([0, 0, 1, 3]):
+                turn += random.randrange(1, 30)
+                self.pauses.append((turn, Pause(request=request.request, paused=paused)))
+        self.script = (*self.arrivals, *self.aborts, *self.pauses)
 
     def _submission(self, random: Random, number: int, shared: Sequence[int]) -> Submission:
         if random.random() < 0.3:  # exact multiples of a block, often equal to each other
@@ -86,11 +95,11 @@ class Script:
         )
 
     def due(self, turn: int) -> list[ToEngine]:
-        return [message for at, message in (*self.arrivals, *self.aborts) if at == turn]
+        return [message for at, message in self.script if at == turn]
 
     @property
     def last_turn(self) -> int:
-        return max(at for at, _ in (*self.arrivals, *self.aborts))
+        return max(at for at, _ in self.script)
 
 
 class ScriptedChannel:
@@ -101,16 +110,30 @@ class ScriptedChannel:
         self.turn = 0
         self.transcripts = {request.request: Transcript() for request in script.submissions}
         self.stats = EngineStats()
+        self.paused: set[int] = set()
+        self.known: set[int] = set()
 
     def receive(self, block: bool) -> list[ToEngine]:
         while True:
             messages = self.script.due(self.turn)
+            self.note(messages)
             self.turn += 1
             assert self.turn < MAX_TURNS, "requests do not come to their end"
             if messages or not block:
                 return messages
             if self.turn > self.script.last_turn:
                 return [Shutdown()]
+
+    def note(self, messages: Sequence[ToEngine]) -> None:
+        """Who is paused: nobody whom the engine does not know yet."""
+        for message in messages:
+            match message:
+                case Submission():
+                    self.known.add(message.request)
+                case Pause(paused=True) if message.request in self.known:
+                    self.paused.add(message.request)
+                case Pause():
+                    self.paused.discard(message.request)
 
     def send(self, message: StepReport) -> None:
         failed = message.stats.failed_steps_total > self.stats.failed_steps_total
@@ -131,10 +154,13 @@ class ScriptedChannel:
 class CheckingRunner(ScriptedRunner):
     """Also checks the limits of each step and, whenever something moves, the books of the scheduler."""
 
-    def __init__(self, scheduler: Scheduler, script: Script) -> None:
+    def __init__(self, scheduler: Scheduler, channel: ScriptedChannel) -> None:
         super().__init__(next_token_or_fault, VOCABULARY, BLOCK_SIZE)
         self.scheduler = scheduler
-        self.script = script
+        self.channel = channel
+        self.script = script = channel.script
+        self.kept = self.put_back = 0
+        self.once_paused = {message.request for _, message in script.pauses}
         self.steps: list[Step] = []
         self.failing = set(script.failing)
 
@@ -151,7 +177,10 @@ class CheckingRunner(ScriptedRunner):
         assert 1 <= step.tokens <= self.script.tokens
         assert 1 <= len(step.rows) <= self.script.rows
         assert len({row.slot for row in step.rows}) == len(step.rows)
-        check(self.scheduler)
+        assert not self.channel.paused.intersection(one.id for one in self.scheduler._flights[-1].requests)
+        check(self.scheduler, self.once_paused)
+        self.kept += any(request.paused for request in self.scheduler._running.values())
+        self.put_back += any(request.paused and request.output for request in self.scheduler._waiting.values())
 
     def compute(self, step: Step) -> StepResult:
         self._fail_once(-len(self.steps))
@@ -176,12 +205,12 @@ def simulate(seed: int, lookahead: int, parts: Parts | None = None) -> Outcome:
         [EOS],
     )
     channel = ScriptedChannel(script)
-    runner = CheckingRunner(scheduler, script)
+    runner = CheckingRunner(scheduler, channel)
     Engine(scheduler, runner, channel, lookahead).run()
-    check(scheduler)
+    check(scheduler, runner.once_paused)
     assert (scheduler.pool.referenced, scheduler.running, scheduler.waiting) == (0, 0, 0)
     aborted = {message.request for _, message in script.aborts}
     for request in script.submissions:
         transcript = channel.transcripts[request.request]
         transcript.check(request, CONTEXT, aborted=request.request in aborted)
-    return Outcome(channel.stats, runner.steps, channel.transcripts)
+    return Outcome(channel.stats, runner.steps, channel.transcripts, (runner.kept, runner.put_back))

@@ -29,6 +29,7 @@ from octavo.scheduler.messages import (
     Abort,
     EngineStats,
     FinishReason,
+    Pause,
     Shutdown,
     StepReport,
     Submission,
@@ -45,6 +46,8 @@ MARKERS = VOCABULARY // 16 - 1
 BREAKS_STEPS, BREAKS_ROWS = 1, 2
 """Prompts that begin with these cannot be computed."""
 BLOCK_SIZE, BLOCKS, ROWS, CONTEXT = 4, 24, 8, 48
+MOST_UNREAD = 3
+"""Events."""
 STEP_SECONDS = 0.001
 MEASUREMENTS = 1000
 """Of the memory, in a run."""
@@ -150,7 +153,7 @@ class Soak:
         self.live: dict[int, Generation] = {}
         self.pieces: dict[int, list[list[int]]] = {}
         self.slow: set[int] = set()
-        self.timers: list[tuple[float, int, bool]] = []
+        self.timers: list[tuple[float, int, str]] = []
         self.outbox: list[ToEngine] = []
         self.metrics = Metrics(clock=lambda: self.now)
         self.metrics.observers.append(self.checker.lived)
@@ -158,7 +161,7 @@ class Soak:
         self.resident = array("d")
         self.objects = array("d")
         """Each time: requests so far, bytes of this process, and blocks of memory that Python has handed out."""
-        self.preemptions = self.lives = 0
+        self.preemptions = self.lives = self.pauses = 0
         self.surroundings = Surroundings.now()
         self.start()
 
@@ -207,6 +210,14 @@ class Soak:
     # The engine's end of the line
 
     def receive(self, block: bool) -> list[ToEngine]:
+        while not (messages := self.due_messages(block)) and block and self.live:
+            pass  # everybody is paused: only time goes on
+        for message in messages:
+            if isinstance(message, Pause | Submission):
+                self.checker.paused(message.request, message.paused)
+        return messages or ([Shutdown()] if block else [])
+
+    def due_messages(self, block: bool) -> list[ToEngine]:
         self.now += STEP_SECONDS
         if not self.live and not self.outbox:
             self.rest(block)
@@ -215,12 +226,10 @@ class Soak:
         while len(self.live) < self.target and self.submitted < self.requests:
             self.submit()
         while self.timers and self.timers[0][0] <= self.now:
-            _, request, unbegun = heapq.heappop(self.timers)
-            self.expire(request, unbegun)
-        messages = self.outbox
-        self.outbox = []
-        if not messages and block:
-            return [Shutdown()]
+            _, request, action = heapq.heappop(self.timers)
+            if (generation := self.live.get(request)) is not None:
+                self.expire(generation, action)
+        messages, self.outbox = self.outbox, []
         return messages
 
     def rest(self, idle: bool) -> None:
@@ -271,6 +280,8 @@ class Soak:
         if event.request in self.metrics._live and event.finish is not None:
             self.metrics.step(StepReport(events=(event,), stats=self.metrics.stats))
         generation.deliver(event)
+        if event.first and event.request in self.slow:
+            self.set_timer(60, event.request, "slow reader")
         if event.finish is not None:
             del self.live[event.request]
             self.slow.discard(event.request)
@@ -289,7 +300,7 @@ class Soak:
         self.submitted += 1
         fault = self.random.choice(FAULTS) if self.submitted % self.period == 0 else None
         submission = self.submission(self.submitted, fault)
-        generation = self.live[submission.request] = Generation(submission, self.abort)
+        generation = self.live[submission.request] = Generation(submission, self.tell, MOST_UNREAD)
         self.checker.submitted(submission)
         self.metrics.request_started(submission.request, len(submission.prompt))
         self.outbox.append(generation.submission)
@@ -307,13 +318,13 @@ class Soak:
             logprobs=random.choice([None, None, None, 0, 2]),
             stop_token_ids=(own << 4 | random.randrange(16),) if random.random() < 0.3 else (),
         )
-        return Submission(request=number, prompt=prompt, params=params, max_tokens=random.choice([1, 2, 3, 5, 8, 20]))
+        longest = 20 if fault == "slow reader" else random.choice([1, 2, 3, 5, 8, 20])
+        return Submission(request=number, prompt=prompt, params=params, max_tokens=longest)
 
     def break_something(self, fault: str, request: int) -> None:
         self.faults[fault] += 1
         if fault in ("abort", "timeout", "queue timeout"):
-            after = self.now + STEP_SECONDS * self.random.randrange(12)
-            heapq.heappush(self.timers, (after, request, fault == "queue timeout"))
+            self.set_timer(12, request, fault)
         elif fault == "slow reader":
             self.slow.add(request)
         elif fault == "burst":
@@ -321,14 +332,21 @@ class Soak:
         elif not fault.startswith(("row", "step fails for")):
             self.due.add(fault)
 
-    def expire(self, request: int, unbegun: bool) -> None:
-        generation = self.live.get(request)
-        if generation is None:
-            return
-        if unbegun:
-            self.abort(request, "timeout", unbegun=True)
-        else:
-            generation.abort(self.random.choice(["abort", "timeout"]))
+    def set_timer(self, most_steps: int, request: int, fault: str) -> None:
+        heapq.heappush(self.timers, (self.now + STEP_SECONDS * self.random.randrange(most_steps), request, fault))
 
-    def abort(self, request: int, reason: FinishReason, unbegun: bool = False) -> None:
-        self.outbox.append(Abort(request=request, reason=reason, unbegun=unbegun))
+    def expire(self, generation: Generation, fault: str) -> None:
+        """The client of a slow reader reads again, or is cut off; the others leave, or their time is over."""
+        self.slow.discard(generation.request)
+        if fault == "queue timeout":
+            self.tell(Abort(request=generation.request, reason="timeout", unbegun=True))
+        elif fault != "slow reader" or self.random.random() < 0.3:
+            generation.abort(self.random.choice(["abort", "timeout"]))
+        elif generation._events:
+            self.read(generation)
+
+    def tell(self, message: Abort | Pause) -> None:
+        if isinstance(message, Pause):
+            self.pauses += message.paused
+            self.metrics.request_paused(message.request, message.paused)
+        self.outbox.append(message)
