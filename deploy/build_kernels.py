@@ -1,6 +1,6 @@
 """Compile the FlashInfer kernels that a model needs, ahead of time: with nvcc, without a GPU.
 
-    python deploy/build_kernels.py llama-3-70b
+    python deploy/build_kernels.py llama-3-70b smollm2
     python deploy/build_kernels.py path/to/model --arch 9.0a --attention-decode xqa
 
 They are put where FlashInfer looks first, in its own package, so that a server with FLASHINFER_DISABLE_JIT=1 compiles
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a directory, a config.json, a .gguf file, a Hub id or a built-in shape")
+    parser.add_argument("model", nargs="+", help="directories, .gguf files, Hub ids or built-in shapes")
+    parser.add_argument("--sliding-window", action="store_true", help="as if each model had a sliding window")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--attention-prefill", choices=("fa2", "fa3"), default="fa2")
@@ -48,20 +50,27 @@ def main() -> int:
     options = parser.parse_args()
     workspaces = Workspaces(options.attention_prefill, options.attention_decode)
     dtype = DTYPES[options.dtype]
-    config = find_config(options.model)
-    validate(config.head_dim, options.block_size, dtype, workspaces)
+    configs = [find_config(model) for model in options.model]
+    if options.sliding_window:
+        configs = [replace(config, sliding_window=config.max_context) for config in configs]
     with tempfile.TemporaryDirectory() as stubs:
         prepare_environment(options.arch, options.include, Path(stubs))
-        wanted = modules(config, dtype, options.block_size, workspaces)
-        unknown = set(options.only) - set(wanted)
-        if unknown:
-            sys.exit(f"--only {', '.join(sorted(unknown))}: the modules are {', '.join(wanted)}")
-        for name, make in wanted.items():
-            if options.list:
-                print(name)
-            elif not options.only or name in options.only:
-                print(f"{name}: {build(make(), options.output)}", flush=True)
+        for config in configs:
+            validate(config.head_dim, options.block_size, dtype, workspaces)
+            build_all(modules(config, dtype, options.block_size, workspaces), options)
     return 0
+
+
+def build_all(wanted: dict[str, Callable[[], Any]], options: argparse.Namespace) -> None:
+    """Build one model's modules, those that are there already excepted, or list them."""
+    unknown = set(options.only) - set(wanted)
+    if unknown:
+        sys.exit(f"--only {', '.join(sorted(unknown))}: the modules are {', '.join(wanted)}")
+    for name, make in wanted.items():
+        if options.list:
+            print(name, make().name)
+        elif not options.only or name in options.only:
+            print(f"{name}: {build(make(), options.output)}", flush=True)
 
 
 def prepare_environment(arch: str, includes: list[str], stubs: Path) -> None:

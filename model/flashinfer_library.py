@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.model.device import DeviceError
 
 TESTED_VERSIONS = ("0.7.4", "0.7.2.post1")
@@ -46,6 +48,24 @@ def kernels_problem() -> str | None:
     package = find_spec("flashinfer")
     compiled = package is not None and any(Path(package.origin or "").parent.glob("data/aot/*/*.so"))
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    if compiled or shutil.which("nvcc") or toolkit.is_file():
+    if compiled:
+        return _architecture_problem()
+    if shutil.which("nvcc") or toolkit.is_file():
         return None
     return "FlashInfer has no compiled kernels and no nvcc: run deploy/build_kernels.py, or install the CUDA toolkit"
+
+
+def _architecture_problem() -> str | None:
+    """An image says in FlashInfer's own variable, as `8.0` or `9.0a`, for which GPUs it was built.
+
+    A kernel runs on later GPUs of its major version, one with a letter on no other than its own.
+    """
+    built = os.environ.get("FLASHINFER_CUDA_ARCH_LIST", "").split()
+    major, minor = torch.cuda.get_device_capability()
+    for arch in built:
+        first, _, last = arch.rstrip("af").partition(".")
+        if int(first) == major and (int(last) == minor if arch[-1].isalpha() else int(last) <= minor):
+            return None
+    if not built:
+        return None
+    return f"FlashInfer's kernels are compiled for {', '.join(built)}, the GPU is {major}.{minor}: build for that"

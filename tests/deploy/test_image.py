@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from support.daemon import running
 
+from octavo.model.weights.lookup import find_config
 from octavo.server.settings import FOREIGN_VARIABLES, SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_the_build_sees_all_that_the_package_is_made_of_and_nothing_else() -> No
     kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     packages = {path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values()}
     metadata = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
-    assert kept == packages | metadata | {"deploy/healthcheck.py", "deploy/*.lock"}
+    assert kept == packages | metadata | {"deploy/build_kernels.py", "deploy/healthcheck.py", "deploy/*.lock"}
 
 
 def test_it_runs_as_nobody_in_particular_and_gets_signals() -> None:
@@ -59,6 +60,52 @@ def test_it_runs_as_nobody_in_particular_and_gets_signals() -> None:
     assert json.loads(command.removeprefix("CMD "))
     assert DOCKERFILE.rstrip().endswith("FROM runtime")
     assert "g++" not in " ".join(instructions("base") + runtime)
+
+
+def base_of(stage: str, device: str) -> str:
+    """The image or stage that a stage begins with."""
+    return re.search(rf"^FROM (\S+) AS {stage}$", DOCKERFILE, re.MULTILINE)[1].replace("${DEVICE}", device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_final_stage_has_all_that_was_built_and_no_compiler(device: str) -> None:
+    assert base_of("runtime", device) == "base"
+    assert ("-devel-" in base_of(base_of("builder", device), device)) == (device == "cuda")
+    final = base_of(base_of("base", device), device)
+    assert re.fullmatch(r"ubuntu:24\.04" if device == "cpu" else r"nvidia/cuda:13\.\S+-runtime-ubuntu24\.04", final)
+    copied = [line.split() for line in instructions("runtime") if line.startswith("COPY --from")]
+    assert copied == [["COPY", "--from=kernels", "/opt/octavo", "/opt/octavo"]]
+    assert base_of(base_of("kernels", device), device) == "builder"
+    installed = next(line for line in instructions("builder") if "-m venv" in line)
+    assert installed.endswith("python3 -m venv /opt/octavo"), (
+        "FlashInfer's package, where its kernels are put, is in it"
+    )
+
+
+def test_kernels_for_both_sizes_of_heads_with_and_without_a_window_are_built_ahead() -> None:
+    """What these arguments compile, and that a server loads just that, is in test_build_kernels.py."""
+    lines = instructions("kernels-cuda")
+    arguments = dict(re.fullmatch(r'ARG (\w+)="?([^"]*)"?', line).groups() for line in lines if line.startswith("ARG"))
+    assert {find_config(model).head_dim for model in arguments["KERNELS"].split()} == {64, 128}
+    [build] = [line for line in lines if line.startswith("RUN")]
+    commands = re.sub(r"^RUN --mount=\S+ ", "", build).split("&&")
+    for command, window in zip(commands, [False, True], strict=True):
+        words = command.replace("${KERNELS}", arguments["KERNELS"]).replace("${KERNEL_OPTIONS}", "").split()
+        assert words[:2] == ["python", "/source/deploy/build_kernels.py"]
+        assert words[2:4] == arguments["KERNELS"].split()
+        assert words[4:6] == ["--arch", '"${ARCH}"']
+        assert ("--sliding-window" in words) == window
+    assert "target=/root/.cache/flashinfer" in build, "FLASHINFER_WORKSPACE_BASE is the home of the builder's user"
+
+
+def test_the_image_compiles_nothing_and_writes_only_to_its_cache() -> None:
+    variables = dict(re.findall(r"\b(\w+)=(\S+)", next(x for x in instructions("runtime") if x.startswith("ENV"))))
+    assert variables["FLASHINFER_DISABLE_JIT"] == "1"
+    assert variables["FLASHINFER_CUDA_ARCH_LIST"] == "${ARCH}"
+    assert "ARG ARCH=9.0a" in instructions("runtime")
+    assert "ARG ARCH=9.0a" in instructions("kernels-cuda")
+    assert variables["FLASHINFER_WORKSPACE_BASE"] == variables["HOME"] == "/cache"
+    assert "VOLUME /cache" in instructions("runtime")
 
 
 def test_its_variables_are_settings() -> None:

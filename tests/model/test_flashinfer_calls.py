@@ -144,7 +144,13 @@ def test_a_package_without_kernels_or_a_compiler_is_refused(tmp_path: Path, monk
     module = tmp_path / "data" / "aot" / "norm" / "norm.so"
     module.parent.mkdir(parents=True)
     module.touch()
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     assert kernels_problem() is None
+    for built, fits in (("8.6", True), ("8.0", True), ("8.9", False), ("9.0a 8.0", True), ("9.0a", False)):
+        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", built)
+        assert (kernels_problem() is None) == fits
+    assert kernels_problem() == "FlashInfer's kernels are compiled for 9.0a, the GPU is 8.6: build for that"
     module.unlink()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
