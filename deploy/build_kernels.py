@@ -26,6 +26,7 @@ import torch
 from octavo.model.attention.flashinfer import validate
 from octavo.model.config import ModelConfig
 from octavo.model.flashinfer_library import load_flashinfer
+from octavo.model.kernels.fp8 import FP8
 from octavo.model.weights.lookup import find_config
 from octavo.model.workspaces import Workspaces
 
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--sliding-window", action="store_true", help="as if each model had a sliding window")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--attention-prefill", choices=("fa2", "fa3"), default="fa2")
     parser.add_argument("--attention-decode", choices=("fa2", "xqa"), default="fa2")
     parser.add_argument("--arch", default="9.0a", help="compute capability, as FLASHINFER_CUDA_ARCH_LIST spells it")
@@ -48,7 +50,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where to put them instead, as <module>/<module>.so")
     parser.add_argument("--list", action="store_true", help="name the modules and build nothing")
     options = parser.parse_args()
-    workspaces = Workspaces(options.attention_prefill, options.attention_decode)
+    fp8_cache = options.kv_cache_dtype == "fp8_e4m3"
+    workspaces = Workspaces(options.attention_prefill, options.attention_decode, fp8_cache=fp8_cache)
     dtype = DTYPES[options.dtype]
     configs = [find_config(model) for model in options.model]
     if options.sliding_window:
@@ -98,7 +101,8 @@ def modules(
     jit = {name: importlib.import_module(f"flashinfer.jit.{name}") for name in ("activation", "norm", "rope", "xqa")}
     attention = importlib.import_module("flashinfer.jit.attention.modules")
     window, head_dim = config.sliding_window is not None, config.head_dim
-    shape = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False)
+    cache = FP8 if workspaces.fp8_cache else dtype
+    shape = (dtype, cache, dtype, torch.int32, head_dim, head_dim, 0, window, False, False)
     group = config.heads // config.kv_heads
     # Decode with tensor cores runs fa2's prefill kernels; the wrapper loads them under the name of this generator.
     found: dict[str, Callable[[], Any]] = {

@@ -45,7 +45,7 @@ class Placement:
         return Formats(
             activations=size,
             matrices=size if self.kernels.fp8 is None else 1,
-            cache=size,
+            cache=1 if self.workspaces is not None and self.workspaces.fp8_cache else size,
             panels=self.kernels.panels,
             threads=self.kernels.threads,
             ranks=self.ranks,
@@ -68,7 +68,8 @@ def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int = 1, *, 
     if fp8:
         raise ValueError("--quantization fp8 needs the products of a GPU: use --device cuda, or a GGUF file on a CPU")
     if workspaces != Workspaces():
-        raise ValueError("--attention-prefill and --attention-decode choose kernels of a GPU: use --device cuda")
+        flags = "--attention-prefill, --attention-decode and --kv-cache-dtype"
+        raise ValueError(f"{flags} choose kernels of a GPU: use --device cuda, or leave them at their defaults")
     threads = None if ranks == 1 else max(1, available_cores() // ranks)
     return Placement(CPU, dtype, load_kernels(dtype, threads), None, ranks)
 

@@ -23,6 +23,7 @@ from octavo.model.device_sampling import DeviceSampler
 from octavo.model.draw import RowScratch
 from octavo.model.graphs import Capture, DecodeGraphs, Gpu
 from octavo.model.kernels import Kernels
+from octavo.model.kernels.fp8 import FP8
 from octavo.model.memory import RunnerLimits, kv_layout, rank_shape
 from octavo.model.parallel import Ranks, share_destinations
 from octavo.model.poison import Poison, poison_wanted
@@ -259,11 +260,12 @@ def build_runner(
     """
     size, device = ranks.size if ranks else 1, gpu.device if gpu else CPU
     config = rank_shape(checkpoint.config, size)
-    layout = kv_layout(config, limits.block_size, dtype.itemsize)
+    cache_dtype = FP8 if gpu and gpu.workspaces.fp8_cache else dtype
+    layout = kv_layout(config, limits.block_size, cache_dtype.itemsize)
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len, ranks=ranks)
     ledger.allocate("weights", model.weights_nbytes)
     padding_blocks = 1 if gpu else 0
-    store = _make_store(layout, limits.blocks + padding_blocks, dtype, device)
+    store = _make_store(layout, limits.blocks + padding_blocks, cache_dtype, device)
     ledger.allocate("cache", limits.blocks * layout.block_bytes)
     attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
     areas = arena_layout(

@@ -37,6 +37,8 @@ class Workspaces:
     prefill: PrefillPath = "fa2"
     decode: DecodePath = "fa2"
     float_bytes: int = FLOAT_WORKSPACE
+    fp8_cache: bool = False
+    """Whether K and V are kept in 8-bit floats."""
 
     def attention_bytes(
         self, config: ModelConfig, max_rows: int, max_tokens: int, table_entries: int, element_bytes: int
@@ -48,6 +50,8 @@ class Workspaces:
         indices = 4 * (2 * max_rows + 1 + table_entries)
         slots = 8 * padded(max_tokens)
         total = self.float_bytes + 2 * INT_WORKSPACE + PREFILL_LENGTHS + indices + slots
+        if self.fp8_cache:
+            total += padded(max_tokens) * config.kv_width * (element_bytes + 1)
         if self.decode == "xqa":
             queries = max_rows * config.q_width * element_bytes
             total += XQA_WORKSPACE + 4 * (table_entries + max_rows) + queries

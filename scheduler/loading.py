@@ -106,7 +106,8 @@ def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=config.dtype != "auto")
     _check_division(checkpoint.config, size)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
-    wanted, fp8 = Workspaces(config.attention_prefill, config.attention_decode), config.quantization == "fp8"
+    fp8_cache, fp8 = config.kv_cache_dtype == "fp8_e4m3", config.quantization == "fp8"
+    wanted = Workspaces(config.attention_prefill, config.attention_decode, fp8_cache=fp8_cache)
     try:
         if device == CPU:
             return checkpoint, place_on_cpu(dtype, wanted, size, fp8=fp8)
@@ -170,7 +171,11 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _En
     if placement.workspaces is not None:
         limits = plan_without_pool(config, model, placement.formats, machine).limits
         needed = float_workspace(
-            rank_shape(model, placement.ranks), runner_limits(limits, 0), placement.dtype, placement.device
+            rank_shape(model, placement.ranks),
+            runner_limits(limits, 0),
+            placement.dtype,
+            placement.device,
+            fp8_cache=placement.workspaces.fp8_cache,
         )
         placement = replace(placement, workspaces=replace(placement.workspaces, float_bytes=needed))
     plan = plan_engine(config, model, placement.formats, machine)
@@ -236,7 +241,7 @@ def _describe(
         max_num_batched_tokens=limits.max_tokens,
         block_size=limits.block_size,
         blocks=engine.plan.blocks,
-        kv_bytes_per_token=kv_layout(model, limits.block_size, placement.dtype.itemsize).token_bytes,
+        kv_bytes_per_token=kv_layout(model, limits.block_size, placement.formats.cache).token_bytes,
         eos_ids=model.eos_ids,
         device=str(placement.device),
         dtype=str(placement.dtype).removeprefix("torch."),

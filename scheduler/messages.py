@@ -18,6 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     quantization: Literal["auto", "fp8"] = "auto"
     """fp8 keeps the matrices of the blocks in 8-bit floats; auto keeps what the checkpoint has."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Type of K and V in the cache; auto is that of the activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_prefill: Literal["fa2", "fa3"] = "fa2"
     attention_decode: Literal["fa2", "xqa"] = "fa2"

@@ -46,7 +46,6 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
         machine=Machine(memory_capacity(), available_cores()),
         dtype=name,
         fp8=kernels.fp8 is not None,
-        kv_dtype=name,
         panels=kernels.panels,
         device=gpu_memory(placement),
         devices=placement.ranks,

@@ -12,12 +12,13 @@ from octavo.model.kernels.cores import available_cores
 from octavo.model.roofline import DEVICES, Device
 from octavo.model.weights.lookup import find_config
 from octavo.model.weights.published import PUBLISHED
+from octavo.model.workspaces import Workspaces
 from octavo.scheduler.planning import Machine
 from octavo.scheduler.sizing import memory_capacity
 from octavo.server.describing import describe, describe_trace
 from octavo.server.flags import add_arguments, resolve
 from octavo.server.plan_report import facts, text
-from octavo.server.planning import DTYPE_BYTES, MAX_DEVICES, Question, forecast
+from octavo.server.planning import DTYPE_BYTES, FP8_CACHE, MAX_DEVICES, Question, forecast
 from octavo.server.settings import SettingsError
 from octavo.server.values import count, size
 
@@ -27,6 +28,7 @@ PLANNED_SETTINGS = frozenset(
         "max_num_seqs",
         "max_num_batched_tokens",
         "quantization",
+        "kv_cache_dtype",
         "block_size",
         "kv_blocks",
         "memory",
@@ -69,12 +71,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     numbers = ("auto", "bfloat16", "float32", "float16")
     parser.add_argument("--dtype", choices=numbers, help="Type of weights and activations. Default: as served.")
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", *DTYPE_BYTES),
-        default="auto",
-        help="Type of the KV cache. Default: --dtype.",
-    )
     parser.add_argument("--users", metavar="N", help="Requests that have to fit at one time, each of --context tokens.")
     parser.add_argument("--context", metavar="TOKENS", help="Length of each of them. Default: --max-model-len.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
@@ -135,10 +131,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
         model = model.widened()
     if dtype == "auto":
         dtype = "bfloat16"
-    kv_dtype = parsed.kv_cache_dtype
     device = _device(parsed.device)
-    if kv_dtype == "auto":
-        kv_dtype = dtype
     return Question(
         model=model,
         engine=engine,
@@ -147,7 +140,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
         devices=devices,
         dtype=dtype,
         fp8=engine.quantization == FP8_KIND,
-        kv_dtype=kv_dtype,
+        workspaces=Workspaces(fp8_cache=engine.kv_cache_dtype == FP8_CACHE),
         panels=device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
         users=_number("--users", parsed.users, 4096),
         context=_number("--context", parsed.context, 1 << 27),

@@ -32,7 +32,8 @@ from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError
 
 MAX_DEVICES = 64
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KIND: 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_CACHE = "fp8_e4m3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,8 @@ class Question:
     devices: int = 1
     """That share the model by tensor parallelism: on a CPU, shares of this machine."""
     dtype: str = "bfloat16"
-    """Of activations, and of weights but for the matrices that are kept in 8-bit floats."""
+    """Of activations, of weights but for the matrices that are kept in 8-bit floats, and of the cache if it is not."""
     fp8: bool = False
-    kv_dtype: str = "bfloat16"
     panels: bool = False
     users: int | None = None
     """Requests that must fit at one time, each of `context` tokens."""
@@ -66,7 +66,7 @@ class Question:
         return Formats(
             activations=numbers,
             matrices=1 if self.fp8 else numbers,
-            cache=DTYPE_BYTES[self.kv_dtype],
+            cache=1 if self.workspaces.fp8_cache else numbers,
             panels=self.panels,
             threads=max(1, self.machine.cores // self.devices),
             ranks=self.devices,
@@ -81,6 +81,11 @@ class Question:
         return " and ".join((*kinds, self.dtype)) if kinds else self.dtype
 
     @property
+    def kv_dtype(self) -> str:
+        """What the cache is kept in."""
+        return FP8_CACHE if self.workspaces.fp8_cache else self.dtype
+
+    @property
     def runtime(self) -> int:
         """Bytes of a device that are in no bucket, predicted."""
         return CPU_RUNTIME if self.device is None else gpu_runtime(self.devices)
@@ -88,14 +93,10 @@ class Question:
     @property
     def not_served(self) -> tuple[str, ...]:
         """What this version of Octavo can plan but not serve."""
-        found = ["a cache of 8-bit floats"] if self.kv_dtype == FP8_KIND else []
-        found += ["8-bit floats on a CPU"] if self.fp8 and self.device is None else []
-        found += ["float16 on a CPU"] if self.device is None and "float16" in (self.dtype, self.kv_dtype) else []
-        return (*found, *(["a cache of another dtype"] if self._mixed else []))
-
-    @property
-    def _mixed(self) -> bool:
-        return self.dtype != self.kv_dtype != FP8_KIND
+        if self.device is not None:
+            return ()
+        found = ["8-bit floats on a CPU"] if self.fp8 or self.workspaces.fp8_cache else []
+        return (*found, *(["float16 on a CPU"] if self.dtype == "float16" else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,13 @@ def _candidates(question: Question) -> Iterator[tuple[str, Forecast]]:
     """One change after another, each no larger than it has to be."""
     yield from _smaller_settings(question)
     if question.dtype == "float32":
-        yield _try(replace(question, dtype="bfloat16", kv_dtype="bfloat16"), "--dtype bfloat16")
+        yield _try(replace(question, dtype="bfloat16"), "--dtype bfloat16")
     if question.device is None:
         yield from _other_devices(question)
         return
-    if question.kv_dtype != "fp8":
-        yield _try(replace(question, kv_dtype="fp8"), "--kv-cache-dtype fp8")
+    if not question.workspaces.fp8_cache:
+        narrow = replace(question, workspaces=replace(question.workspaces, fp8_cache=True))
+        yield _try(narrow, f"--kv-cache-dtype {FP8_CACHE}")
     if not question.fp8:
         yield _try(replace(question, fp8=True), "--quantization fp8")
     yield from _more_devices(question)

@@ -18,6 +18,7 @@ from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
 from octavo.model.device import Fence, pinned, to_device
 from octavo.model.flashinfer_library import load_flashinfer
+from octavo.model.kernels.fp8 import FP8, LARGEST
 from octavo.model.memory import RunnerLimits
 from octavo.model.workspaces import FLOAT_WORKSPACE, INT_WORKSPACE, PREFILL_LENGTHS, XQA_WORKSPACE, Workspaces
 
@@ -25,7 +26,9 @@ HEAD_DIMS = (64, 128, 256)
 XQA_BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 
-Run = Callable[[Tensor, tuple[Tensor, Tensor], Tensor], None]
+Cache = tuple[Tensor, Tensor]
+"""K and V of one layer: [blocks, block_size, kv_heads, head_dim]."""
+Run = Callable[[Tensor, Cache, Tensor], None]
 """Attend from queries [rows, heads, head_dim] to one layer's K and V, into an output of the same shape."""
 
 
@@ -51,17 +54,26 @@ class _Wrapper:
 class FlashInferAttention:
     """Paged attention over one KV store on one GPU.
 
-    bfloat16 and float16; head_dim 64, 128 or 256. The store has one block more than the pool: its last is read and
-    written by padded rows. Which order a row's K and V are added in depends on the rows beside it, so its last bits do.
+    bfloat16 and float16; head_dim 64, 128 or 256. A store of 8-bit floats keeps K and V rounded to nearest, and the
+    largest number for what lies beyond it; fa2 widens them as it reads. The store has one block more than the pool: its
+    last is read and written by padded rows. Which order a row's K and V are added in depends on the rows beside it, so
+    its last bits do.
     """
 
-    def __init__(self, config: ModelConfig, store: KVStore, workspaces: Workspaces) -> None:
-        """Raises ValueError for what the kernels do not know, and DeviceError without FlashInfer."""
-        validate(store.layout.head_dim, store.layout.block_size, store.data.dtype, workspaces)
+    def __init__(
+        self, config: ModelConfig, store: KVStore, workspaces: Workspaces, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Attend with queries and outputs of dtype, to a store of the same, or of 8-bit floats as `workspaces` say.
+
+        Raises ValueError for what the kernels do not know, and DeviceError without FlashInfer.
+        """
+        validate(store.layout.head_dim, store.layout.block_size, dtype, workspaces)
+        if store.data.dtype != (FP8 if workspaces.fp8_cache else dtype):
+            raise ValueError(f"a cache of {store.data.dtype} beside queries of {dtype}")
         layout = store.layout
         self._library: Any = load_flashinfer()
         self._workspaces = workspaces
-        self._device, self._dtype = store.data.device, store.data.dtype
+        self._device, self._dtype, self._cache_dtype = store.data.device, dtype, store.data.dtype
         self._heads, self._kv_heads, self._head_dim = config.heads, config.kv_heads, layout.head_dim
         self._block_size = layout.block_size
         self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
@@ -96,6 +108,11 @@ class FlashInferAttention:
         self._prefill.wrapper.reset_workspace_buffer(self._float_workspace, prefill_schedule)
         held = [self._slots, self._indptr, self._last, self._indices, self._float_workspace]
         held += [self._decode_schedule, prefill_schedule]
+        if self._workspaces.fp8_cache:
+            shape = (max_tokens, self._kv_heads, self._head_dim)
+            self._clamped = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._rounded = torch.zeros(shape, dtype=FP8, device=self._device)
+            held += [self._clamped, self._rounded]
         if self._workspaces.decode == "xqa":
             self._xqa_workspace = scratch(XQA_WORKSPACE)
             self._table, self._lengths = int32(max_rows, self._table_width), int32(max_rows)
@@ -145,9 +162,8 @@ class FlashInferAttention:
             if tensor.dtype != self._dtype or tensor.device != self._device or tensor.shape[0] < self._tokens:
                 raise ValueError(f"expected {self._dtype} on {self._device} with {self._tokens} tokens or more")
         cache = self._layers[layer]
-        slots = self._slots[: self._tokens]
         for pages, new in zip(cache, (k, v), strict=True):
-            pages.flatten(0, 1).index_copy_(0, slots, new[: self._tokens])
+            self._append(pages.flatten(0, 1), new[: self._tokens])
         # The kernels know no row stride of their output.
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         for tokens, run in self._parts:
@@ -156,6 +172,16 @@ class FlashInferAttention:
             target[self._tokens :].zero_()
         if target is not out:
             out.copy_(target)
+
+    def _append(self, positions: Tensor, new: Tensor) -> None:
+        """Write K or V of the step's tokens to their slots among all positions of the cache."""
+        slots = self._slots[: self._tokens]
+        if self._cache_dtype == FP8:
+            # Beyond the largest number lies NaN, so it is clamped first. The copy is one of bytes.
+            rounded = self._rounded[: self._tokens]
+            rounded.copy_(torch.clamp(new, -LARGEST, LARGEST, out=self._clamped[: self._tokens]))
+            positions, new = positions.view(torch.uint8), rounded.view(torch.uint8)
+        positions.index_copy_(0, slots, new)
 
     def _padded(self, batch: AttentionBatch, rows: int) -> AttentionBatch:
         """The batch with rows of length 1 in the block of padding: a length of 0 would divide by nothing."""
@@ -235,7 +261,7 @@ class FlashInferAttention:
             "window_left": self._window_left,
             "sm_scale": self._head_dim**-0.5,
             "q_data_type": self._dtype,
-            "kv_data_type": self._dtype,
+            "kv_data_type": self._cache_dtype,
             "o_data_type": self._dtype,
         }
 
@@ -250,7 +276,7 @@ class FlashInferAttention:
         self._lengths[:rows].copy_(part.kv_lengths, non_blocking=True)
         return self._run_xqa
 
-    def _run_xqa(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def _run_xqa(self, q: Tensor, cache: Cache, out: Tensor) -> None:
         rows = q.shape[0]
         queries = self._queries[:rows].copy_(q)  # XQA knows no row stride of its queries
         self._library.decode.xqa_batch_decode_with_kv_cache(
@@ -268,14 +294,16 @@ class FlashInferAttention:
         )
 
 
-def float_workspace(config: ModelConfig, limits: RunnerLimits, dtype: torch.dtype, device: torch.device) -> int:
+def float_workspace(
+    config: ModelConfig, limits: RunnerLimits, dtype: torch.dtype, device: torch.device, *, fp8_cache: bool
+) -> int:
     """Ask FlashInfer what the largest steps need for partial results: bytes, at least FLOAT_WORKSPACE.
 
     Asked for are steps of one token and of as many tokens as there may be, in few rows and in many, all of full length.
     """
     library: Any = load_flashinfer()
     shapes = {"num_qo_heads": config.heads, "num_kv_heads": config.kv_heads, "page_size": limits.block_size}
-    types = dict.fromkeys(("q_data_type", "kv_data_type", "o_data_type"), dtype)
+    types = {"q_data_type": dtype, "kv_data_type": FP8 if fp8_cache else dtype, "o_data_type": dtype}
     window = {"window_left": -1 if config.sliding_window is None else config.sliding_window - 1}
     small = torch.zeros(16, dtype=torch.uint8, device=device)
     decode = library.BatchDecodeWithPagedKVCacheWrapper(small, kv_layout="NHD", use_tensor_cores=True, backend="fa2")
@@ -309,12 +337,17 @@ def float_workspace(config: ModelConfig, limits: RunnerLimits, dtype: torch.dtyp
 def validate(head_dim: int, block_size: int, dtype: torch.dtype, workspaces: Workspaces) -> None:
     """Raise ValueError, in one line that names the flag, for what FlashInfer's kernels do not know."""
     if dtype not in DTYPES:
-        raise ValueError(f"FlashInfer keeps its cache in bfloat16 or float16, not in {dtype}")
+        raise ValueError(f"FlashInfer attends in bfloat16 or float16, not in {dtype}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim {head_dim}: FlashInfer's attention knows {', '.join(map(str, HEAD_DIMS))}")
     if workspaces.decode == "xqa" and block_size not in XQA_BLOCK_SIZES:
         sizes = ", ".join(map(str, XQA_BLOCK_SIZES))
         raise ValueError(f"--block-size {block_size}: --attention-decode xqa takes {sizes}")
+    if workspaces.fp8_cache and (workspaces.prefill, workspaces.decode) != ("fa2", "fa2"):
+        raise ValueError(
+            "--kv-cache-dtype fp8_e4m3: fa3 and xqa would round queries to 8 bits too; leave "
+            "--attention-prefill and --attention-decode at fa2"
+        )
 
 
 def _validate_batch(batch: AttentionBatch) -> None:
@@ -326,7 +359,7 @@ def _validate_batch(batch: AttentionBatch) -> None:
 
 
 def _runner(wrapper: Any) -> Run:
-    def run(q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(q: Tensor, cache: Cache, out: Tensor) -> None:
         wrapper.run(q=q, paged_kv_cache=cache, out=out)
 
     return run

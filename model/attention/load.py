@@ -22,7 +22,7 @@ def load_attention(
         ValueError: a block size, head_dim or dtype that the compiled attention does not know.
     """
     if workspaces is not None:
-        return FlashInferAttention(config, store, workspaces)
+        return FlashInferAttention(config, store, workspaces, kernels.dtype)
     if not isinstance(kernels, NativeKernels):
         return TorchAttention(config, store)
     variant = attention_variant(kernels.name, config.head_dim)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from octavo.model.kernels.fp8 import Fp8Scratch
@@ -66,6 +67,8 @@ class Kernels(Protocol):
 
     name: str
     """The code path, for example "amx_bf16", "avx512_bf16", "avx2", "torch"."""
+    dtype: torch.dtype
+    """Of activations."""
     row_multiple: int
     """Token counts passed to these kernels must be multiples of this (1: any); the runner pads with idle rows."""
     panels: bool

@@ -43,7 +43,8 @@ def modules(backend: str, head_dim: int, window: int, base: Path) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("backend", "head_dim", "window"), [("flashinfer", 128, 0), ("flashinfer-fa3", 64, 0), ("flashinfer-xqa", 64, 32)]
+    ("backend", "head_dim", "window"),
+    [("flashinfer", 128, 0), ("flashinfer-fa3", 64, 0), ("flashinfer-xqa", 64, 32), ("flashinfer-fp8", 128, 0)],
 )
 def test_the_modules_that_a_server_loads_are_those_that_are_built(
     backend: str, head_dim: int, window: int, tmp_path: Path
@@ -51,7 +52,7 @@ def test_the_modules_that_a_server_loads_are_those_that_are_built(
     """By the names under which FlashInfer's own wrappers look for them, where nothing can be compiled."""
     found = modules(backend, head_dim, window, tmp_path)
     assert found["asked"] == found["built"]
-    assert len(found["built"]) == 4 + (backend != "flashinfer")
+    assert len(found["built"]) == 4 + (backend in ("flashinfer-fa3", "flashinfer-xqa"))
     assert Path(found["kernels"]).parts[-3:] == ("flashinfer", "data", "aot")
     assert found["workspace"].startswith(str(tmp_path))
 

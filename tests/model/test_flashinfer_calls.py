@@ -15,10 +15,11 @@ import torch
 from support.attention import FLASHINFER, Bench, Row, Shape
 from support.flashinfer_emulation import PLAN_TAIL, Emulation, emulated_flashinfer
 
-from octavo.model.attention.flashinfer import FlashInferAttention
+from octavo.model.attention.flashinfer import FlashInferAttention, float_workspace
 from octavo.model.device import CPU, DeviceError
 from octavo.model.flashinfer_library import TESTED_VERSIONS, flashinfer_problem, kernels_problem, load_flashinfer
 from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.memory import RunnerLimits
 
 BFLOAT16 = Shape(dtype=torch.bfloat16)
 
@@ -64,6 +65,23 @@ def spied(run: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
         return spy.calls
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "flashinfer-fp8"])
+def test_the_planner_is_asked_for_memory_with_the_types_of_the_plans(backend: str) -> None:
+    asked: list[dict[str, Any]] = []
+    config, limits = BFLOAT16.config(), RunnerLimits(64, 4, 16, 16, 8)
+    library, fp8 = load_flashinfer(), backend == "flashinfer-fp8"
+    with ExitStack() as stack:
+        spy = Spy(stack)
+        for wrapper in (library.BatchDecodeWithPagedKVCacheWrapper, library.BatchPrefillWithPagedKVCacheWrapper):
+            spy.on(wrapper, "workspace_size", method=True)
+        float_workspace(config, limits, torch.bfloat16, CPU, fp8_cache=fp8)
+        asked += [keywords for calls in spy.calls.values() for keywords in calls]
+    assert len(asked) > 6
+    for keywords in asked:
+        assert keywords["q_data_type"] == keywords["o_data_type"] == torch.bfloat16
+        assert keywords["kv_data_type"] == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
+
+
 def attend(backend: str) -> None:
     bench = Bench.of(BFLOAT16, backend)
     old, new = bench.sequence(40), bench.sequence(20)
@@ -71,8 +89,10 @@ def attend(backend: str) -> None:
     bench.step([Row(old, 39, 1), Row(new, 0, 20)])
 
 
-def test_the_attention_calls_say_types_scale_mask_and_lengths_themselves() -> None:
-    calls = spied(lambda: attend("flashinfer"))
+@pytest.mark.parametrize("backend", ["flashinfer", "flashinfer-fp8"])
+def test_the_attention_calls_say_types_scale_mask_and_lengths_themselves(backend: str) -> None:
+    calls = spied(lambda: attend(backend))
+    kept = torch.float8_e4m3fn if backend == "flashinfer-fp8" else torch.bfloat16
     decode, prefill = (f"Batch{kind}WithPagedKVCacheWrapper" for kind in ("Decode", "Prefill"))
     plans = calls[f"{decode}.plan"] + calls[f"{prefill}.plan"]
     assert len(calls[f"{decode}.plan"]) == 1
@@ -81,7 +101,8 @@ def test_the_attention_calls_say_types_scale_mask_and_lengths_themselves() -> No
     for keywords in calls[f"{decode}.plan"]:
         inspect.signature(planned).bind(None, **keywords)
     for keywords in plans:
-        assert {keywords[f"{name}_data_type"] for name in ["q", "kv", "o"]} == {torch.bfloat16}
+        types = [keywords[f"{name}_data_type"] for name in ("q", "kv", "o")]
+        assert types == [torch.bfloat16, kept, torch.bfloat16]
         assert keywords["sm_scale"] == 64**-0.5
         assert keywords["seq_lens"].is_cpu
     assert all(keywords["causal"] is True for keywords in calls[f"{prefill}.plan"])
@@ -192,7 +213,7 @@ def test_a_dtype_without_kernels_is_refused(dtype: torch.dtype) -> None:
         CudaKernels(dtype, CPU)
     shape = Shape(dtype=dtype)
     with pytest.raises(ValueError, match="bfloat16 or float16, not in"):
-        FlashInferAttention(shape.config(), shape.store(2), FLASHINFER["flashinfer"])
+        FlashInferAttention(shape.config(), shape.store(2), FLASHINFER["flashinfer"], dtype)
 
 
 def test_pinned_memory_is_not_planned_into_again_before_the_device_has_read_it() -> None:

@@ -2,25 +2,28 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.attention import Bench, Row, Shape, rounded_to_fp8
 from support.checkpoints import tiny_model
 from support.flashinfer_emulation import Emulation, emulated_flashinfer
-from support.gpu_runners import FakeCapture, build_on_gpu, gpu_formats, serve
+from support.gpu_runners import SMALL_WORKSPACES, FakeCapture, build_on_gpu, gpu_formats, serve
 from support.kernels import ROUNDOFF, random
 from torch import Tensor
 
 from octavo.kvcache.ledger import BUCKETS
 from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import arena_layout, load, step_areas
+from octavo.model.attention.flashinfer import FlashInferAttention, validate
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.kernels.fp8 import FP8, LARGEST, Fp8Linear, round_rows
-from octavo.model.memory import RunnerLimits, weights_bytes
+from octavo.model.memory import RunnerLimits, plan_memory, weights_bytes
 from octavo.model.placement import place_on_cpu, place_on_gpu
 from octavo.model.step import SamplingParams
 from octavo.model.transformer import Transformer
@@ -160,8 +163,11 @@ def test_the_arena_has_room_for_the_rounded_input_of_each_product() -> None:
     assert layout.bytes >= load(areas.values(), range(9))
 
 
+FP8_CACHE = Workspaces(fp8_cache=True, float_bytes=1 << 20)
+
+
 def serve_tiny(checkpoint: Checkpoint, **options: object) -> dict[int, list[int]]:
-    runner, ledger = build_on_gpu(checkpoint, LIMITS, fp8=True, **options)
+    runner, ledger = build_on_gpu(checkpoint, LIMITS, **options)
     prompts = [(1, 2, 3), tuple(range(40, 90)), tuple(range(7, 20))]
     params = SamplingParams(temperature=0.0)
     batch = [Submission(request=i, prompt=prompt, params=params, max_tokens=7) for i, prompt in enumerate(prompts)]
@@ -176,11 +182,50 @@ def serve_tiny(checkpoint: Checkpoint, **options: object) -> dict[int, list[int]
 def test_a_model_in_8_bits_serves_with_the_ledger_as_planned_and_the_tokens_of_the_reference(
     emulation: Emulation, tiny: Checkpoint
 ) -> None:
-    expected = serve_tiny(tiny, reference=True)
+    expected = serve_tiny(tiny, fp8=True, reference=True)
     assert {len(tokens) for tokens in expected.values()} == {7}
-    assert serve_tiny(tiny) == expected
-    assert serve_tiny(tiny, capture=FakeCapture(emulation)) == expected
+    assert serve_tiny(tiny, fp8=True) == expected
+    assert serve_tiny(tiny, fp8=True, capture=FakeCapture(emulation)) == expected
     assert emulation.calls.kernels.count("multiply_fp8") > emulation.calls.kernels.count("multiply") > 0
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_cache_in_8_bits_serves_with_half_the_bytes_and_the_tokens_of_attention_to_rounded_numbers(
+    emulation: Emulation, tiny: Checkpoint, fp8: bool
+) -> None:
+    expected = serve_tiny(tiny, fp8=fp8, workspaces=FP8_CACHE, reference=True)
+    assert serve_tiny(tiny, fp8=fp8, workspaces=FP8_CACHE) == expected
+    assert serve_tiny(tiny, fp8=fp8, workspaces=FP8_CACHE, capture=FakeCapture(emulation)) == expected
+    halves = [
+        plan_memory(tiny.config, gpu_formats(workspaces), LIMITS, 1 << 40).cache
+        for workspaces in (FP8_CACHE, SMALL_WORKSPACES)
+    ]
+    assert 2 * halves[0] == halves[1]
+
+
+def test_the_cache_keeps_the_nearest_8_bit_numbers_and_the_largest_for_what_lies_beyond() -> None:
+    bench = Bench.of(Shape(dtype=torch.bfloat16), "flashinfer-fp8")
+    sequence = bench.sequence(3)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    for start in range(0, len(finite), sequence.k.numel()):
+        part = finite[start : start + sequence.k.numel()]
+        sequence.k.view(-1)[: len(part)] = part
+        sequence.v.view(-1)[: len(part)] = -part
+        bench.step([Row(sequence, 0, 3)], finite=False)
+        pages = [side.view(-1, *sequence.k.shape[1:]) for side in (bench.store.keys(1), bench.store.values(1))]
+        first = 16 * sequence.blocks[0]
+        for kept, new in zip(pages, (sequence.k, sequence.v), strict=True):
+            assert torch.equal(kept[first : first + 3].double(), rounded_to_fp8(new))
+
+
+@pytest.mark.parametrize("paths", [{"prefill": "fa3"}, {"decode": "xqa"}])
+def test_attention_that_would_round_queries_too_refuses_a_cache_in_8_bits(paths: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8_e4m3: fa3 and xqa would round queries to 8 bits too"):
+        validate(64, 16, torch.bfloat16, Workspaces(fp8_cache=True, **paths))
+    shape = Shape(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"a cache of torch.bfloat16 beside queries of torch.bfloat16"):
+        FlashInferAttention(shape.config(), shape.store(2), Workspaces(fp8_cache=True))
 
 
 def test_every_product_of_a_whole_model_matches_float64_on_the_same_matrices(tiny: Checkpoint) -> None:
@@ -193,7 +238,7 @@ def test_every_product_of_a_whole_model_matches_float64_on_the_same_matrices(tin
         calls.append((self, kept, out.clone()))
 
     with mock.patch.object(Fp8Linear, "__call__", noted):
-        serve_tiny(tiny)
+        serve_tiny(tiny, fp8=True)
     assert len(calls) % (4 * tiny.config.layers) == 0
     for linear, x, out in calls:
         exact, bound = product_bound(x, stored(linear), linear._bias)
@@ -230,3 +275,5 @@ def test_what_the_products_cannot_do_is_refused(
 def test_a_cpu_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--quantization fp8 needs the products of a GPU: use --device cuda"):
         place_on_cpu(torch.bfloat16, Workspaces(), fp8=True)
+    with pytest.raises(ValueError, match="--kv-cache-dtype choose kernels of a GPU: use --device cuda"):
+        place_on_cpu(torch.bfloat16, Workspaces(fp8_cache=True), fp8=False)

@@ -97,6 +97,17 @@ def test_an_engine_in_8_bits_holds_and_says_what_was_planned(gpu: Emulation, dir
     assert "add in orders that depend on the whole step" in ready.batch_invariance_reason
 
 
+def test_a_cache_in_8_bits_holds_twice_as_much(gpu: Emulation, directory: Path) -> None:
+    tokens, ready = served(directory, kv_cache_dtype="fp8_e4m3")
+    assert len(tokens) == 6
+    _, usual = served(directory)
+    for bucket in ("weights", "cache", "activations"):
+        line = next(line for line in ready.memory if line.bucket == bucket)
+        assert line.allocated == line.planned > 0
+    assert 2 * ready.kv_bytes_per_token == usual.kv_bytes_per_token
+    assert 1.98 < ready.blocks / usual.blocks <= 2
+
+
 def test_every_kernel_has_run_before_the_engine_is_ready(gpu: Emulation, directory: Path) -> None:
     loading.load(config(directory, attention_decode="xqa"))
     assert {path for path, _ in gpu.calls.runs} == {"fa2", "xqa"}
@@ -121,6 +132,11 @@ def test_what_flashinfer_cannot_do_is_refused_in_one_line(
     tiny_model(tmp_path, "llama", head_dim=16)
     for path, option, named in (
         (tmp_path, {}, "head_dim 16: FlashInfer's attention knows 64, 128, 256"),
+        (
+            directory,
+            {"kv_cache_dtype": "fp8_e4m3", "attention_decode": "xqa"},
+            "--kv-cache-dtype fp8_e4m3: fa3 and xqa",
+        ),
         (directory, {"dtype": "float32"}, "--dtype float32 is not for a GPU"),
         (
             directory,

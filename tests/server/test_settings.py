@@ -37,6 +37,7 @@ GIVEN = {
     "log_format": ("json", "json"),
     "otlp_traces_endpoint": ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
     "quantization": ("fp8", "fp8"),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
     "device": ("cpu", "cpu"),
     "tensor_parallel_size": ("2", 2),
     "attention_prefill": ("fa3", "fa3"),

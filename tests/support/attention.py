@@ -25,6 +25,7 @@ FLASHINFER = {
     "flashinfer": Workspaces(float_bytes=1 << 20),
     "flashinfer-fa3": Workspaces(prefill="fa3", float_bytes=1 << 20),
     "flashinfer-xqa": Workspaces(decode="xqa", float_bytes=1 << 20),
+    "flashinfer-fp8": Workspaces(fp8_cache=True, float_bytes=1 << 20),
 }
 """By name of a test's backend: with its compiled modules emulated, see flashinfer_emulation.py."""
 OTHERS = ("reference", "torch", *FLASHINFER)
@@ -75,7 +76,7 @@ def weight_roundoff(backend: str, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of a test; `dtype` is that of the store and of all inputs."""
+    """The shapes of a test; `dtype` is that of all inputs, and of the store unless that is `fp8`."""
 
     heads: int = 6
     kv_heads: int = 2
@@ -83,6 +84,11 @@ class Shape:
     block_size: int = 16
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    fp8: bool = False
+
+    def kept(self, x: Tensor) -> Tensor:
+        """What the store keeps of K or V."""
+        return rounded_to_fp8(x) if self.fp8 else x
 
     def of(self, dtype: torch.dtype) -> "Shape":
         return replace(self, dtype=dtype)
@@ -105,10 +111,21 @@ class Shape:
 
     def store(self, blocks: int) -> KVStore:
         """A store whose memory holds NaN wherever nobody has written."""
-        layout = KVLayout(LAYERS, self.kv_heads, self.head_dim, self.block_size, self.dtype.itemsize)
-        store = KVStore(layout, blocks, self.dtype, torch.device("cpu"))
+        dtype = torch.float8_e4m3fn if self.fp8 else self.dtype
+        layout = KVLayout(LAYERS, self.kv_heads, self.head_dim, self.block_size, dtype.itemsize)
+        store = KVStore(layout, blocks, dtype, torch.device("cpu"))
         store.data.fill_(float("nan"))
         return store
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """The nearest numbers of e4m3 (3 bits of mantissa, exponents from -6), those beyond 448 becoming 448; in float64.
+
+    Spelled out: a number of exponent e lies on a grid of 2^(e-3), and round() takes the even of two neighbours.
+    """
+    wide = x.double().clamp(-448, 448)
+    grid = 2.0 ** (torch.frexp(wide).exponent - 1).clamp(min=-6).double() / 8
+    return (wide / grid).round() * grid
 
 
 @dataclass
@@ -149,6 +166,7 @@ class Bench:
     @classmethod
     def of(cls, shape: Shape, backend: str, blocks: int = 128) -> "Bench":
         padding_blocks = int(backend in FLASHINFER)
+        shape = replace(shape, fp8=backend == "flashinfer-fp8")
         store = shape.store(blocks + padding_blocks)
         return cls(shape, make_backend(backend, shape.config(), store), store, padding_blocks=padding_blocks)
 
@@ -262,7 +280,10 @@ def expect(shape: Shape, row: Row, *, weight_roundoff: float) -> Expected:
     group = shape.heads // shape.kv_heads
     end = row.start + row.count
     q = row.sequence.q[row.start : end].double()
-    k, v = (t[:end].double().repeat_interleave(group, dim=1) for t in (row.sequence.k, row.sequence.v))
+    k, v = (
+        t[:end].double().repeat_interleave(group, dim=1)
+        for t in (shape.kept(row.sequence.k), shape.kept(row.sequence.v))
+    )
     position = torch.arange(end)
     seen_from = torch.arange(row.start, end)[:, None]
     visible = (position <= seen_from) & (position > seen_from - (shape.window or end))

@@ -82,7 +82,8 @@ class Emulation:
         """What decode and prefill wrappers load: one kernel serves both."""
         query, cache, output, index = arguments[:4]
         require(path in ("fa2", "fa3"), f"no path {path}")
-        require(query == cache == output, "dtypes of q, cache and output differ")
+        require(query == output and cache in (query, torch.float8_e4m3fn), "dtypes of q, cache and output")
+        require(path == "fa2" or cache == query, "fa3 takes a cache of 8 bits for queries of 8 bits only")
         require(index == torch.int32, f"indices are {index}: another module would be compiled for them")
 
         def plan(floats: Tensor, ints: Tensor, staging: Tensor, *rest: Any) -> list[int]:
@@ -114,7 +115,7 @@ class Emulation:
         # fa2 and fa3 pass different numbers of optional tensors; the soft cap and the scale follow the last of them.
         scale = next(value for value in more if isinstance(value, float) and value > 0)
         require(layout == NHD and keys.stride() == values.stride(), "K and V must lie alike, as NHD")
-        require(q.dtype == keys.dtype == values.dtype == out.dtype, "dtypes differ")
+        require(q.dtype == out.dtype and keys.dtype == values.dtype, "dtypes differ")
         require(out.is_contiguous() and q.stride(2) == 1, "the output has no strides, a head no gaps")
         require(all(x.dtype == torch.int32 for x in (qo, pages, indices, last)), "int32")
         require(plan_info == [last.numel(), q.shape[0]], "planned for another batch")

@@ -5,13 +5,17 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+from support.attention import rounded_to_fp8
 from support.flashinfer_emulation import Emulation
 from support.list_channel import ListChannel
 from support.reference_attention import ReferenceAttention
+from torch import Tensor
 
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
+from octavo.kvcache.store import KVStore
+from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
 from octavo.model.graphs import Gpu, Replay
 from octavo.model.kernels.cuda import CudaKernels
@@ -67,8 +71,19 @@ class FakeCapture:
                 area.view(torch.uint8).fill_(255)  # NaN in every type of float
 
 
+class Fp8Reference(ReferenceAttention):
+    """The reference on what a cache of 8-bit floats keeps of K and V, in a store of its own."""
+
+    def __init__(self, config: ModelConfig, store: KVStore) -> None:
+        super().__init__(config, KVStore(store.layout, store.blocks, torch.bfloat16, CPU))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        super().forward(layer, q, rounded_to_fp8(k).bfloat16(), rounded_to_fp8(v).bfloat16(), out)
+
+
 def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False) -> Formats:
-    return replace(Formats.of(2, panels=False), matrices=1 if fp8 else 2, gate_in_place=False, workspaces=workspaces)
+    sizes = {"matrices": 1 if fp8 else 2, "cache": 1 if workspaces.fp8_cache else 2}
+    return replace(Formats.of(2, panels=False), **sizes, gate_in_place=False, workspaces=workspaces)
 
 
 def build_on_gpu(
@@ -87,7 +102,8 @@ def build_on_gpu(
     if not reference:
         runner = build_runner(*build)
     else:
-        with mock.patch("octavo.model.runner.load_attention", lambda c, store, *_: ReferenceAttention(c, store)):
+        attention = Fp8Reference if workspaces.fp8_cache else ReferenceAttention
+        with mock.patch("octavo.model.runner.load_attention", lambda c, store, *_: attention(c, store)):
             runner = build_runner(*build)
     if capture is not None:
         capture.runner = runner
