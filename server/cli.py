@@ -158,11 +158,11 @@ def _serve(parsed: argparse.Namespace) -> int:
     # Imported late: --help, --version and a wrong option need not wait for the whole server.
     import uvloop  # noqa: PLC0415
 
-    from octavo.server import lifecycle, logs  # noqa: PLC0415
+    from octavo.server import lifecycle, listening, logs  # noqa: PLC0415
 
     logs.configure(settings.server.log_level, settings.server.log_format)
-    lifecycle.check_certificate(settings.server)
-    with lifecycle.bind(settings.server.host, settings.server.port) as listener:
+    listening.check_certificate(settings.server)
+    with listening.bind(settings.server.host, settings.server.port) as listener:
         given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
         _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
         return uvloop.run(lifecycle.Daemon(settings, listener).run())

@@ -6,13 +6,8 @@ import logging
 import math
 import signal
 import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
@@ -21,6 +16,7 @@ from octavo.server.access import AccessRules
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
 from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
+from octavo.server.listening import HTTPServer
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog, log_request
 from octavo.server.metrics import Metrics
 from octavo.server.page import Page
@@ -29,71 +25,16 @@ from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.service import Service
-from octavo.server.settings import ServerSettings, Settings, SettingsError
+from octavo.server.settings import Settings, SettingsError
 from octavo.server.tokenizer import load_tokenizer
-from octavo.server.wire import ConnectionLimits, GuardedProtocol
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
-
-KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
 
 DRAIN_POLL_SECONDS = 0.05
 """How often a server that shuts down looks whether the last request has ended."""
 
 _log = logging.getLogger(__name__)
-
-
-class BindError(OSError):
-    """The address cannot be listened on: one line."""
-
-    exit_code = 73
-
-
-SEND_BUFFER_BYTES = 256 << 10
-"""What the kernel keeps of an answer that is not read. By itself it would let that grow to several megabytes."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Reserve the address before anything slow happens.
-
-    Raises BindError.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise _bind_error(host, port, error) from error
-    return listener
-
-
-def _bind_error(host: str, port: int, error: OSError) -> BindError:
-    return BindError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --host and --port")
-
-
-def check_certificate(settings: ServerSettings) -> None:
-    """Raise SettingsError for a certificate without its key, or files that are something else."""
-    if settings.ssl_certfile is None and settings.ssl_keyfile is None:
-        return
-    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
-        missing = "--ssl-keyfile" if settings.ssl_keyfile is None else "--ssl-certfile"
-        raise SettingsError(f"{missing} is missing: HTTPS needs a certificate and its private key")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    except OSError as error:
-        raise SettingsError(
-            f"--ssl-certfile, --ssl-keyfile: not a certificate and its private key: {error.strerror or error}"
-        ) from None
 
 
 class Daemon:
@@ -161,22 +102,18 @@ class Daemon:
             self._main.cancel()
 
     @contextlib.asynccontextmanager
-    async def _listening(self) -> AsyncIterator["HTTPServer"]:
+    async def _listening(self) -> AsyncIterator[HTTPServer]:
         """Answer HTTP while the block runs. Raises BindError."""
         settings = self._settings.server
-        app = Page(self._entrance) if settings.page else self._entrance
-        server = HTTPServer(_uvicorn_config(app, settings), self._listener)
-        try:
-            await server.listen()
-        except OSError as error:
-            raise _bind_error(settings.host, settings.port, error) from error
+        server = HTTPServer(Page(self._entrance) if settings.page else self._entrance, settings, self._listener)
+        await server.listen()
         _log.info("listening on %s; until the model is loaded, requests are answered with 503", server.url)
         try:
             yield server
         finally:
             await server.end()
 
-    async def _serve(self, client: EngineClient, server: "HTTPServer") -> None:
+    async def _serve(self, client: EngineClient, server: HTTPServer) -> None:
         """Serve requests until all is drained or the engine is gone."""
         self._entrance.hear(Loading(phase="loading the tokenizer", progress=1.0))
         service = await asyncio.to_thread(_load_service, self._settings, client)
@@ -195,7 +132,7 @@ class Daemon:
             for task in tasks:
                 task.cancel()
 
-    async def _end(self, server: "HTTPServer", service: Service) -> None:
+    async def _end(self, server: HTTPServer, service: Service) -> None:
         """Wait for a signal or the end of the engine, then bring the server to an end."""
         client, timeout = service.client, self._settings.server.shutdown_timeout
         waits = [asyncio.create_task(self._drain.wait()), asyncio.create_task(client.lost.wait())]
@@ -216,58 +153,6 @@ class Daemon:
                 await asyncio.sleep(math.inf)  # until serving ends, which cancels this task
         server.should_exit = True
         await client.close()  # what still runs ends with an error
-
-
-class HTTPServer(uvicorn.Server):
-    """uvicorn in the background, and the signals are the daemon's."""
-
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        super().__init__(config)
-        self._listener = listener
-        host, port = listener.getsockname()[:2]
-        scheme = "https" if config.ssl_certfile else "http"
-        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-    async def listen(self) -> None:
-        """Begin to answer. Raises OSError where another process listens on the same address."""
-        self._running = asyncio.create_task(self.serve(sockets=[self._listener]))
-        while not self.started:
-            if self._running.done():
-                await self._running
-            await asyncio.sleep(0)
-
-    async def until_ended(self) -> None:
-        """Wait for an orderly end, which setting `should_exit` brings about."""
-        await asyncio.shield(self._running)
-
-    async def end(self) -> None:
-        """End at once, if it has not ended already."""
-        for listening in self.servers:
-            listening.close()
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the handlers alone."""
-        yield
-
-
-def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    limits = ConnectionLimits(settings.receive_timeout, settings.send_timeout, settings.max_connections)
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        lifespan="off",
-        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
-        ws="none",
-        server_header=False,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        # A client that does not read what it is sent must not keep the server from ending.
-        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + 1,
-    )
 
 
 def _load_service(settings: Settings, client: EngineClient) -> Service:

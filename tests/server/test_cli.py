@@ -93,18 +93,10 @@ def test_a_host_that_does_not_exist_is_exit_code_73() -> None:
     assert "300.0.0.1" in only_error(result)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "named"),
-    [
-        (["/no/such/model"], 65, "/no/such/model"),
-        (["--device", "cuda"], 69, "--device cuda"),
-    ],
-)
-def test_what_the_engine_refuses_is_one_line_with_its_exit_code(arguments: list[str], code: int, named: str) -> None:
-    result = octavo("serve", "--port", "0", *arguments)
-    assert result.returncode == code
-    assert only_error(result).startswith("octavo: error: ")
-    assert named in only_error(result)
+def test_what_the_engine_refuses_is_one_line_with_its_exit_code() -> None:
+    result = octavo("serve", "--port", "0", "--device", "cuda")
+    assert result.returncode == 69
+    assert only_error(result).startswith("octavo: error: --device cuda")
 
 
 def test_only_the_access_logs_own_records_are_filtered() -> None:

@@ -102,10 +102,10 @@ def test_a_signal_while_the_model_loads_ends_at_once(tmp_path: Path) -> None:
     loading = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     program = f"""
 import sys, uvloop
-from octavo.server import lifecycle
+from octavo.server import lifecycle, listening
 from octavo.server.flags import resolve
 command = [sys.executable, "-c", {loading!r}]
-with lifecycle.bind("127.0.0.1", 0) as listener:
+with listening.bind("127.0.0.1", 0) as listener:
     sys.exit(uvloop.run(lifecycle.Daemon(resolve({{}}, {{}}), listener, command).run()))
 """
     with subprocess.Popen([sys.executable, "-c", program]) as process:

@@ -15,7 +15,7 @@ from support.measuring import scrape
 from support.raw import post
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server import lifecycle
+from octavo.server import listening
 from octavo.server.health import READY
 from octavo.server.wire import ConnectionLimits
 
@@ -40,7 +40,7 @@ def serving(directory: Path, send_seconds: float) -> Iterator[Live]:
     config = EngineConfig(model="smollm2", max_num_seqs=4)
     limits = ConnectionLimits(send_seconds=send_seconds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifecycle, "SEND_BUFFER_BYTES", SMALL_BUFFER)
+        patch.setattr(listening, "SEND_BUFFER_BYTES", SMALL_BUFFER)
         with live_server(config, command=story_command(directory, {}), limits=limits) as live:
             yield live
 

@@ -20,7 +20,7 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.app import create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
-from octavo.server.lifecycle import bind
+from octavo.server.listening import bind
 from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
 from octavo.server.template import ChatTemplate

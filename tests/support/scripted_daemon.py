@@ -7,7 +7,7 @@ import sys
 
 import uvloop
 
-from octavo.server import lifecycle, logs
+from octavo.server import lifecycle, listening, logs
 from octavo.server.flags import add_arguments, resolve
 from octavo.server.revival import RestartPolicy
 
@@ -30,5 +30,5 @@ if __name__ == "__main__":
         "--load-until",
         parsed.load_until,
     ]
-    with lifecycle.bind(settings.server.host, settings.server.port) as listener:
+    with listening.bind(settings.server.host, settings.server.port) as listener:
         sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command, RestartPolicy(delays=(0.1,))).run()))
