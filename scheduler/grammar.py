@@ -76,7 +76,7 @@ def next_mask(matcher: llguidance.LLMatcher) -> bytes:
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(matcher.get_error().partition("\n<")[0])
+        raise GrammarError(" ".join(matcher.get_error().partition("\n<")[0].split())[:300])
 
 
 class GrammarState:
@@ -92,7 +92,7 @@ class GrammarState:
     def failure(self) -> str | None:
         """Why the grammar cannot be followed, or not any further; None as long as it can. Waits if need be."""
         error = self.job.exception()
-        return None if error is None else f"the grammar cannot be followed: {error}"
+        return None if error is None else f"the grammar cannot be followed any further: {error}"
 
     def mask(self) -> bytes:
         """Return the mask for the next token, waiting if need be. After a failure it allows nothing."""

@@ -118,6 +118,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stop token id that ended the request; None for an EOS or any other end."""
     error: str | None = None
     """With finish "error": one line for the log and the client."""
+    grammar: bool = False
+    """With finish "error": whether the grammar of the request is why."""
     first: bool = False
     """Set in the first event that follows the request's admission."""
     queue_seconds: float = 0.0

@@ -93,11 +93,11 @@ class Scheduler:
         if submission.request in self._waiting or submission.request in self._running:
             raise ValueError(f"request {submission.request} exists already")
         request = Request.of(submission, self._limits, self._eos_ids, self._clock())
+        request.grammar = grammar
         reason = request.reason_to_refuse(submission.max_tokens, self._limits, self.pool.total)
-        if reason is None and grammar is not None:
-            request.grammar, reason = grammar, grammar.failure
-        if reason is not None:
-            return TokenEvent(request=request.id, finish="error", error=reason)
+        failure = grammar.failure if grammar is not None and reason is None else None
+        if reason or failure:
+            return TokenEvent(request=request.id, finish="error", error=reason or failure, grammar=failure is not None)
         line_up(self._waiting, request)
         return None
 
@@ -294,7 +294,8 @@ class Scheduler:
             self._end(request, "error")
             failure = None if request.grammar is None else request.grammar.failure
             message = failure or "the model computed values that are not finite for this request"
-            return request.announce(TokenEvent(request=request.id, finish="error", error=message))
+            event = TokenEvent(request=request.id, finish="error", error=message, grammar=failure is not None)
+            return request.announce(event)
         end = row.start + row.count
         scores = self._new_scores(request, row, outcome)
         finish: FinishReason | None = None

@@ -18,6 +18,7 @@ from octavo.server.errors import (
     draining,
     engine_unavailable,
     internal_error,
+    invalid,
     queue_timed_out,
     request_timed_out,
 )
@@ -59,6 +60,8 @@ class Choice:
         """Tokens generated, the one that ended the choice included."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.constraint: str | None = None
+        """The field of the request that asks for a grammar."""
         self._error: APIError | None = None
         """Why it cannot go on."""
         self._text = text
@@ -136,6 +139,8 @@ class Choice:
             return draining()
         if event.finish == "timeout":
             return request_timed_out() if self.generation.begun else queue_timed_out()
+        if event.grammar:
+            return invalid(self.constraint, f"Invalid '{self.constraint}': {event.error}", "grammar_failed")
         log.error("request %d failed: %s", event.request, event.error)
         return internal_error()
 

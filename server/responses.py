@@ -46,6 +46,9 @@ UNSUPPORTED = {
 }
 """Fields that change the answer and are not built, beside those of all endpoints."""
 
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""What fields of a chat are called here."""
+
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 _ITEM = {
@@ -119,8 +122,7 @@ def add_responses_route(app: FastAPI, service: Service) -> None:
         try:
             return await respond(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:
-            names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-            raise renamed(error, names) from error
+            raise renamed(error, NAMES) from error
 
 
 class ResponseTeller:
@@ -176,7 +178,8 @@ class ResponseTeller:
         return {"type": kind, "sequence_number": number, **fields}
 
     def _failure(self, error: APIError) -> dict[str, Any]:
-        problem = {"code": "server_error", "message": error.message}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        problem = {"code": code, "message": renamed(error, NAMES).message}
         return self._event("response.failed", response=self._response("failed", error=problem))
 
     def _message(self, status: str, text: str | None = None) -> dict[str, Any]:

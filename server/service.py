@@ -15,7 +15,7 @@ from octavo.server.life import Origin
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from octavo.server.rendering import Renderer
-from octavo.server.structured import GrammarCompiler, constraint_of, vocabulary_of
+from octavo.server.structured import Grammar, GrammarCompiler, constraint_of, vocabulary_of
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
 from octavo.server.tokenizer import Tokenizer
@@ -117,8 +117,8 @@ class Service:
             return await prepare_chat(request, self.tokenizer, self.renderer, self.client.ready, self.options)
         return await prepare_completion(request, self.tokenizer, self.client.ready, self.options)
 
-    async def grammar(self, request: SamplingFields) -> str | None:
-        """Return the grammar that every choice must follow, if there is one. Raises APIError (400, 429)."""
+    async def grammar(self, request: SamplingFields) -> Grammar | None:
+        """Return what every choice must follow, if there is anything. Raises APIError (400, 429)."""
         constraint = constraint_of(request.response_format, request.structured_outputs)
         if isinstance(request, ChatRequest):
             constraint = with_calls(request, constraint, self.tool_format, self.tokenizer)
@@ -127,9 +127,11 @@ class Service:
         for name in ("ignore_eos", "allowed_token_ids", "bad_words"):
             if getattr(request, name):
                 raise invalid(name, f"'{name}' cannot be combined with '{constraint.param}'.")
-        return await self.grammars.compile(constraint)
+        return Grammar(await self.grammars.compile(constraint), constraint.param)
 
-    def start(self, request: SamplingFields, prepared: Prepared, grammar: str | None, origin: Origin) -> list[Choice]:
+    def start(
+        self, request: SamplingFields, prepared: Prepared, grammar: Grammar | None, origin: Origin
+    ) -> list[Choice]:
         """Submit every choice of every prompt. Choice i of prompt p has index p * n + i."""
         generations = len(prepared.prompts) * prepared.choices
         self.admit(generations, prepared.choices * sum(map(len, prepared.prompts)))
@@ -148,14 +150,17 @@ class Service:
                         # What follows a grammar begins with its first character.
                         continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
+                    followed = None if grammar is None else grammar.text
                     generation = self.client.submit(
-                        prompt, params, limit, prepared.salt, grammar, request.priority or 0
+                        prompt, params, limit, prepared.salt, followed, request.priority or 0
                     )
                     number = f"/{len(choices)}" if generations > 1 else ""
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)
                     generation.expire(self.queue_timeout, self.request_timeout)
-                    choices.append(Choice(len(choices), generation, text, show_stop_ids=show_stop))
+                    choice = Choice(len(choices), generation, text, show_stop_ids=show_stop)
+                    choice.constraint = None if grammar is None else grammar.param
+                    choices.append(choice)
         except EngineError:
             raise engine_unavailable() from None
         return choices

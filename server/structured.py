@@ -105,6 +105,15 @@ class Constraint:
     """The field that asks for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The same, as the engine takes it."""
+
+    text: str
+    param: str
+    """The field that asks for it."""
+
+
 def constraint_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
     """Return what the two fields ask for; None if nothing. Raises APIError (400)."""
     constraints = [*_from_outputs(outputs), *_from_format(response_format)]
