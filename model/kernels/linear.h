@@ -87,9 +87,9 @@ static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, in
 
 constexpr int64_t piece_rows = 64;
 
-// Into how many parts to divide the rows of every quantised panel, so that the busiest thread is done soonest: with
-// more parts the work divides more evenly, but a panel is expanded for each. That takes about a quarter of the time that
-// 64 rows take.
+// Into how many parts to divide the rows of every panel, so that the busiest thread is done soonest: with more parts the
+// work divides more evenly, but a panel is fetched or expanded for each. That takes about a quarter of the time that 64
+// rows take.
 static inline int64_t parts_of(int64_t pieces, int64_t panels) {
     const int64_t threads = octavo_threads();
     int64_t best = 1, least = INT64_MAX;
@@ -101,31 +101,39 @@ static inline int64_t parts_of(int64_t pieces, int64_t panels) {
     return best;
 }
 
-// Call w = body(first_row, rows, panel, w) for all pieces of the result, in parallel. A piece is a panel and up to 64
-// rows; w are the numbers of the panel. Those of a quantised one are null at first; body returns them for the next piece
-// of the panel. Rows are taken 512 at a time, panels within them: these rows of x, and one panel, then stay in the L2
-// cache.
+// Call body(first_row, rows, panel) for all parts of the result, in parallel: a panel and, of 512 rows at most, those
+// that one thread takes together. These rows of x, and one panel, then stay in the L2 cache.
 template <class T, class Body>
-static void for_each_piece(const LinearCall<T>& call, const Body& body) {
+static void for_each_part(const LinearCall<T>& call, bool few, const Body& body) {
     constexpr int64_t most_rows = 512;
     const int64_t panels = (call.linear.out_features + panel_width - 1) / panel_width;
-    const bool quantised = call.linear.kind != Kind::numbers;
     for (int64_t first = 0; first < call.rows; first += most_rows) {
         const int64_t rows = call.rows - first < most_rows ? call.rows - first : most_rows;
         const int64_t pieces = (rows + piece_rows - 1) / piece_rows;
-        const int64_t parts = quantised ? parts_of(pieces, panels) : pieces;
+        const int64_t parts = few ? parts_of(pieces, panels) : pieces;
         const int64_t part_rows = (pieces + parts - 1) / parts * piece_rows;
         const int64_t grain = 1 + panels * parts / 128;
         parallel_for(panels * parts, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++) {
-                const int64_t panel = i / parts, top = i % parts * part_rows;
+                const int64_t top = i % parts * part_rows;
                 const int64_t bottom = top + part_rows < rows ? top + part_rows : rows;
-                const T* w = quantised ? nullptr : call.panel(panel);
-                for (int64_t row = top; row < bottom; row += piece_rows)
-                    w = body(first + row, bottom - row < piece_rows ? bottom - row : piece_rows, panel, w);
+                if (top < bottom) body(first + top, bottom - top, i / parts);
             }
         });
     }
+}
+
+// Call w = body(first_row, rows, panel, w) for all pieces of the result, in parallel. A piece is a panel and up to 64
+// rows; w are the numbers of the panel. Those of a quantised one are null at first; body returns them for the next piece
+// of the panel.
+template <class T, class Body>
+static void for_each_piece(const LinearCall<T>& call, const Body& body) {
+    const bool quantised = call.linear.kind != Kind::numbers;
+    for_each_part(call, quantised, [&](int64_t first_row, int64_t rows, int64_t panel) {
+        const T* w = quantised ? nullptr : call.panel(panel);
+        for (int64_t row = 0; row < rows; row += piece_rows)
+            w = body(first_row + row, rows - row < piece_rows ? rows - row : piece_rows, panel, w);
+    });
 }
 
 template <int value>

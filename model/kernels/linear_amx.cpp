@@ -60,18 +60,16 @@ struct Numbers {
     }
 };
 
-// Quantised weights, expanded just before they are needed, `columns` at a time. Block `index` of 32 k goes to place
-// index & mask: with two places they never leave the L1 cache, and one is read while the next is written; with a place
-// for each they can serve more rows.
+// Quantised weights, expanded just before they are needed, `columns` at a time, to two places in turn: they never leave
+// the L1 cache, and one is read while the next is written.
 template <int columns>
 struct Expanding {
     Kind kind;
     const char* panel;
     bf16* blocks;
-    int64_t mask;
 
     const char* at(int64_t index, int64_t column) const {
-        bf16* block = blocks + (index & mask) * tile_depth * panel_width;
+        bf16* block = blocks + index % 2 * tile_depth * panel_width;
         expand_block(kind, panel, index, block, column, column + columns);
         return reinterpret_cast<const char*>(block) + column * 4;
     }
@@ -105,7 +103,7 @@ void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
 }
 
 // sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns. There are
-// enough products here to fetch the same place of the next panel from memory meanwhile, which the first rows do.
+// enough products here to fetch the same place of the next panel from memory meanwhile.
 template <bool fetch, class Weights>
 void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums) {
     const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
@@ -142,36 +140,57 @@ void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, flo
     _tile_stored(3, sums + tile_rows * panel_width + 16, panel_row_bytes);
 }
 
-// Returns the numbers of the panel for more rows, if there can be any.
-const bf16* compute(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
+// sums [rows][64] for up to 32 rows.
+template <bool fetch, class Low, class High>
+void sum_rows(const TiledRows& tiled, int64_t rows, const Low& low, const High& high, float* sums) {
+    if (rows <= tile_rows) return sum_low(tiled, low, sums);
+    sum_high<fetch>(tiled, high, 0, sums);
+    sum_high<fetch>(tiled, high, panel_width / 2, sums);
+}
+
+// One panel of the result for up to 32 rows. Quantised weights never leave the L1 cache.
+void compute_few(const LinearCall<bf16>& call, int64_t panel) {
     alignas(64) float sums[2 * tile_rows * panel_width];
     alignas(64) bf16 two_blocks[2 * tile_depth * panel_width];
     {
-        const TiledRows tiled(call, first_row, rows);
-        const TileConfiguration configuration(rows);
-        auto sum = [&](const auto& low, const auto& high, auto fetch) {
-            if (rows <= tile_rows) return sum_low(tiled, low, sums);
-            sum_high<fetch.number != 0>(tiled, high, 0, sums);
-            sum_high<fetch.number != 0>(tiled, high, panel_width / 2, sums);
-        };
-        if (w != nullptr) {
-            const Numbers numbers{w};
-            if (first_row == 0)
-                sum(numbers, numbers, Constant<1>());
-            else
-                sum(numbers, numbers, Constant<0>());
+        const TiledRows tiled(call, 0, call.rows);
+        const TileConfiguration configuration(call.rows);
+        if (call.linear.kind == Kind::numbers) {
+            const Numbers numbers{call.panel(panel)};
+            sum_rows<true>(tiled, call.rows, numbers, numbers, sums);
         } else {
-            const bool alone = call.rows <= 2 * tile_rows;
-            bf16* blocks = alone ? two_blocks : call.expanded();
-            const int64_t mask = alone ? 1 : -1;
+            const Kind kind = call.linear.kind;
             const char* packed = call.quantised_panel(panel);
-            sum(Expanding<panel_width>{call.linear.kind, packed, blocks, mask},
-                Expanding<panel_width / 2>{call.linear.kind, packed, blocks, mask}, Constant<0>());
-            w = alone ? nullptr : blocks;
+            sum_rows<false>(tiled, call.rows, Expanding<panel_width>{kind, packed, two_blocks},
+                            Expanding<panel_width / 2>{kind, packed, two_blocks}, sums);
         }
     }
-    store(call, first_row, rows, panel, sums);
-    return w;
+    store(call, 0, call.rows, panel, sums);
+}
+
+// One panel of the result for many rows. To configure the tiles takes as long as some dozen products, so that is done
+// once for all groups of 32 rows.
+void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel) {
+    alignas(64) float sums[2 * tile_rows * panel_width];
+    const bool quantised = call.linear.kind != Kind::numbers;
+    const Numbers numbers{quantised ? call.expand(panel) : call.panel(panel)};
+    const auto compute = [&](int64_t row, int64_t count) {
+        const TiledRows tiled(call, first_row + row, count);
+        if (row == 0 && !quantised)
+            sum_rows<true>(tiled, count, numbers, numbers, sums);
+        else
+            sum_rows<false>(tiled, count, numbers, numbers, sums);
+        store(call, first_row + row, count, panel, sums);
+    };
+    const int64_t left = rows % (2 * tile_rows);
+    if (rows > left) {
+        const TileConfiguration configuration(2 * tile_rows);
+        for (int64_t row = 0; row < rows - left; row += 2 * tile_rows) compute(row, 2 * tile_rows);
+    }
+    if (left > 0) {
+        const TileConfiguration configuration(left);
+        compute(rows - left, left);
+    }
 }
 
 }  // namespace
@@ -179,11 +198,10 @@ const bf16* compute(const LinearCall<bf16>& call, int64_t first_row, int64_t row
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
-    for_each_piece(call, [&](int64_t first_row, int64_t count, int64_t panel, const bf16* w) {
-        for (int64_t first = 0; first < count; first += 2 * tile_rows) {
-            const int64_t left = count - first;
-            w = compute(call, first_row + first, left < 2 * tile_rows ? left : 2 * tile_rows, panel, w);
-        }
-        return w;
+    for_each_part(call, true, [&](int64_t first_row, int64_t count, int64_t panel) {
+        if (rows <= 2 * tile_rows)
+            compute_few(call, panel);
+        else
+            compute_many(call, first_row, count, panel);
     });
 }

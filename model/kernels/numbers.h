@@ -3,6 +3,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 using bf16 = uint16_t;
 
 static inline float to_float(float value) { return value; }
@@ -53,12 +57,17 @@ static inline Lanes load_lanes(const bf16* from) {
 
 static inline void store_lanes(float* to, Lanes values) { std::memcpy(to, &values, sizeof values); }
 
-// Rounds as from_float does.
+// Rounds as from_float does; the instruction takes a subnormal number for zero.
 static inline void store_lanes(bf16* to, Lanes values) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));
+    std::memcpy(to, &rounded, sizeof rounded);
+#else
     const BitLanes bits = reinterpret_cast<BitLanes>(values);
     const BitLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const HalfLanes halves = __builtin_convertvector(values != values ? (bits >> 16) | 0x40 : rounded, HalfLanes);
     std::memcpy(to, &halves, sizeof halves);
+#endif
 }
 
 // float16, given as its bits: 1 sign, 5 of exponent, 10 of mantissa. Moved into a float32's fields, the number is 2^112
