@@ -1,9 +1,11 @@
 """Steps on their way: one in the making, and those that are scheduled and not yet committed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from octavo.model.step import Admission, Growth, Row, Step
-from octavo.scheduler.request import Request
+from octavo.scheduler.request import Limits, Request
 
 
 @dataclass(slots=True)
@@ -20,6 +22,13 @@ class Draft:
     """Whether blocks ran out."""
     left_out: Request | None = None
     """The victim that cannot be preempted yet, because a step in flight works for it."""
+
+    @classmethod
+    def of(cls, limits: Limits, running: Iterable[Request]) -> Self:
+        """Begin a step: of fewer tokens where requests that generate would wait for a long prompt."""
+        if limits.mixed_tokens and any(one.computed >= len(one.prompt) and not one.paused for one in running):
+            return cls(limits.mixed_tokens)
+        return cls(limits.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class Scheduler:
         self._let_paused_suspects_go()
         running = self._running.values()
         await_masks(one.grammar for one in running if one.grammar is not None and not one.paused)
-        draft = Draft(self._limits.max_tokens)
+        draft = Draft.of(self._limits, running)
         self._continue_running(draft)
         if not draft.short:
             self._admit_waiting(draft)

@@ -26,6 +26,8 @@ class Limits:
     """Positions in a block."""
     reserve: bool = False
     """Whether a request is admitted only with the blocks of its whole life, and so never preempted."""
+    mixed_tokens: int | None = None
+    """Tokens that a step computes in which some request generates, at least max_rows; None: max_tokens."""
 
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold so many positions."""

@@ -12,6 +12,8 @@ from octavo.scheduler.request import Limits
 
 _MIB = 1 << 20
 _FEW_CORES = 4
+_FEW_MIXED_TOKENS = 160
+"""What few cores compute of a small model in 100 ms: so long streams stand still while a long prompt arrives."""
 _DEFAULT_SHARE = 0.9
 """Of the memory that this process may use: the rest is for the interpreter, its libraries and the system."""
 _UNLIMITED = 1 << 60
@@ -29,7 +31,8 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
     length = config.max_model_len or max_context
     if length > max_context:
         raise ConfigurationError(f"--max-model-len {length} exceeds the model's context of {max_context} tokens")
-    rows, tokens = (256, 2048) if on_gpu else (32, 128 if cores <= _FEW_CORES else 512)
+    rows, tokens = (256, 2048) if on_gpu else (32, 512)
+    few = config.max_num_batched_tokens is None and not on_gpu and cores <= _FEW_CORES
     # Each running request computes at least one token a step, so a default gives way to what was asked for.
     if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
         rows = min(rows, config.max_num_batched_tokens)
@@ -41,7 +44,8 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
         raise ConfigurationError(
             f"--max-num-batched-tokens {tokens} is below --max-num-seqs {rows}: every running request takes a token"
         )
-    return Limits(rows, tokens, length, config.block_size, reserve=config.admission == "reserve")
+    mixed_tokens = max(_FEW_MIXED_TOKENS, rows) if few else None
+    return Limits(rows, tokens, length, config.block_size, config.admission == "reserve", mixed_tokens)
 
 
 def memory_budget(config: EngineConfig, capacity: int) -> int:

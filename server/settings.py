@@ -210,7 +210,7 @@ SETTINGS = (
         count(1, 1 << 20),
         None,
         "Tokens computed in one step. More speeds long prompts up and makes others wait longer. "
-        "Default: 128 on up to 4 cores, 512 on more, 2048 on a GPU.",
+        "Default: 512 on a CPU, but on up to 4 cores 160 where some request generates; 2048 on a GPU.",
         "N",
     ),
     Setting(

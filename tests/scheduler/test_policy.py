@@ -32,6 +32,23 @@ def ran(driver: Driver, prompt: Sequence[int], max_tokens: int = 8, params: Samp
     return driver.transcripts[number].events
 
 
+# How much a step computes
+
+
+def test_prompts_fill_a_step_alone_but_only_part_of_one_beside_requests_that_generate() -> None:
+    driver = Driver(make_scheduler(tokens=16, mixed_tokens=6), count_up)
+
+    def counts() -> list[int]:
+        step = launched(driver)
+        driver.land()
+        return sorted(row.count for row in step.rows)
+
+    driver.add(submission(0, [1] * 20, max_tokens=9, params=PLAIN))
+    assert [counts(), counts()] == [[16], [4]]
+    driver.add(submission(1, [2] * 12, max_tokens=9, params=PLAIN))
+    assert [counts() for _ in range(4)] == [[1, 5], [1, 5], [1, 2], [1, 1]]
+
+
 # What is refused
 
 

@@ -28,13 +28,16 @@ def config(**fields: object) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "cores", "rows", "tokens"),
-    [(False, 2, 32, 128), (False, 4, 32, 128), (False, 5, 32, 512), (True, 2, 256, 2048)],
+    ("on_gpu", "cores", "expected"),
+    [
+        (False, 2, Limits(32, 512, 8192, 16, mixed_tokens=160)),
+        (False, 4, Limits(32, 512, 8192, 16, mixed_tokens=160)),
+        (False, 5, Limits(32, 512, 8192, 16)),
+        (True, 2, Limits(256, 2048, 8192, 16)),
+    ],
 )
-def test_limits_that_are_not_given_come_from_model_and_machine(
-    on_gpu: bool, cores: int, rows: int, tokens: int
-) -> None:
-    assert resolve_limits(config(), max_context=8192, on_gpu=on_gpu, cores=cores) == Limits(rows, tokens, 8192, 16)
+def test_limits_that_are_not_given_come_from_model_and_machine(on_gpu: bool, cores: int, expected: Limits) -> None:
+    assert resolve_limits(config(), max_context=8192, on_gpu=on_gpu, cores=cores) == expected
 
 
 def test_given_limits_are_kept_and_the_other_default_gives_way() -> None:
@@ -42,7 +45,7 @@ def test_given_limits_are_kept_and_the_other_default_gives_way() -> None:
         return resolve_limits(config(**fields), max_context=100, on_gpu=False, cores=2)
 
     assert limits(max_model_len=50, max_num_seqs=3, max_num_batched_tokens=7) == Limits(3, 7, 50, 16)
-    assert limits(max_num_seqs=300) == Limits(300, 300, 100, 16)
+    assert limits(max_num_seqs=600) == Limits(600, 600, 100, 16, mixed_tokens=600)
     assert limits(max_num_batched_tokens=5) == Limits(5, 5, 100, 16)
 
 

@@ -65,11 +65,12 @@ def make_scheduler(
     caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
     reserve: bool = False,
+    mixed_tokens: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(blocks),
         PrefixHasher(BLOCK_SIZE) if caching else None,
-        Limits(rows, tokens, context, BLOCK_SIZE, reserve),
+        Limits(rows, tokens, context, BLOCK_SIZE, reserve, mixed_tokens),
         eos_ids=[EOS],
         clock=clock,
     )
