@@ -21,7 +21,7 @@ class DeviceSampler(Sampler):
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Choose a token for each row; see Sampler."""
         records = self._slots.sampling[slots]
-        failed, reports = not_finite(logits), []
+        failed, reports = not_finite(logits, logits.amax(dim=1)), []
         tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         at_once = max(1, SAMPLER_LOGITS // logits.shape[1])
         for first in range(0, len(slots), at_once):
@@ -45,7 +45,7 @@ class DeviceSampler(Sampler):
             rows = asked[first : first + at_once]
             raw = take_rows(logits, rows).log_softmax(dim=1)
             reports += _reports(raw, rows, take_rows(tokens, rows), alternatives[rows])
-        return Sampled(tokens, not_finite(logits), tuple(reports))
+        return Sampled(tokens, not_finite(logits, logits.amax(dim=1)), tuple(reports))
 
     def _choose(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
         """Edit some rows of logits, in place, and choose their tokens: int64 [rows]."""

@@ -90,7 +90,8 @@ class Sampler:
         index of the new token in prompt and output together, and all tokens before it must be in the slot table.
         """
         records = self._slots.sampling[slots]
-        failed, tokens = not_finite(logits), largest(logits).int()
+        ids = largest(logits)
+        failed, tokens = not_finite(logits, logits.gather(1, ids[:, None])[:, 0]), ids.int()
         drawn, edited, asked = ~greedy(records), self._edited(slots, positions), records["logprobs"] >= 0
         noise = uniforms(records["seed"], positions) if drawn.any() else np.zeros(len(slots))
         best, reports = torch.zeros(len(slots), device=logits.device), []
@@ -121,7 +122,7 @@ class Sampler:
         for row in np.flatnonzero(alternatives >= 0).tolist():
             torch.log_softmax(logits[row], 0, out=self._scratch.logprobs)
             reports.append(self._report(row, tokens, int(alternatives[row])))
-        return Sampled(tokens, not_finite(logits), tuple(reports))
+        return Sampled(tokens, not_finite(logits, logits.amax(dim=1)), tuple(reports))
 
     def _report(self, row: int, tokens: Tensor, alternatives: int) -> Report:
         """Look up the row's token and its rivals in scratch.logprobs."""
@@ -169,6 +170,9 @@ def greedy(records: Records) -> Flags:
     return flags
 
 
-def not_finite(logits: Tensor) -> Tensor:
-    """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN."""
-    return ~(logits.amax(dim=1).isfinite() & logits.amin(dim=1).isfinite())
+def not_finite(logits: Tensor, highest: Tensor) -> Tensor:
+    """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN.
+
+    highest: [rows], the largest logit of each row.
+    """
+    return ~(highest.isfinite() & logits.amin(dim=1).isfinite())

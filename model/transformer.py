@@ -11,7 +11,7 @@ Llama, Mistral, Qwen 2 (biases on q, k and v) and Qwen 3 (norms on the heads of 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ class Transformer:
         parts = [linear.nbytes for linear in self.linears()]
         return sum(parts) + sum(norm.weight.nbytes for norm in norms)
 
-    @property
+    @cached_property
     def scratch_nbytes(self) -> int:
         """Bytes that each thread keeps beside the weights, for the matrix that needs most."""
         return max(linear.scratch_nbytes for linear in self.linears())

@@ -1,13 +1,11 @@
 """Memory for packed weights, on huge pages."""
 
-import contextlib
-import mmap
-
 import torch
 from torch import Tensor
 
+from octavo.kvcache.store import huge_pages
+
 SLAB_BYTES = 64 << 20
-HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT = 64
 
 
@@ -27,17 +25,8 @@ class WeightMemory:
             return torch.empty(elements, dtype=dtype)
         size = elements * dtype.itemsize
         if size > SLAB_BYTES // 4:
-            return _huge_pages(size)[:size].view(dtype)
+            return huge_pages(size)[:size].view(dtype)
         if size > self._slab.numel():
-            self._slab = _huge_pages(SLAB_BYTES)
+            self._slab = huge_pages(SLAB_BYTES)
         piece, self._slab = self._slab[:size], self._slab[-(-size // ALIGNMENT) * ALIGNMENT :]
         return piece.view(dtype)
-
-
-def _huge_pages(size: int) -> Tensor:
-    """At least `size` bytes that begin at the border of a huge page. Pages that are never written take no memory."""
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    slab = torch.frombuffer(memory, dtype=torch.uint8)
-    return slab[-slab.data_ptr() % HUGE_PAGE_BYTES :]

@@ -2,7 +2,8 @@
 
 import torch
 
-from octavo.model.kernels.memory import ALIGNMENT, HUGE_PAGE_BYTES, SLAB_BYTES, WeightMemory
+from octavo.kvcache.store import HUGE_PAGE_BYTES
+from octavo.model.kernels.memory import ALIGNMENT, SLAB_BYTES, WeightMemory
 
 
 def test_pieces_are_aligned_zero_and_do_not_overlap() -> None:
