@@ -64,6 +64,8 @@ class Server:
     url: str = ""
     start_seconds: float = 0.0
     memory_bytes: int = 0
+    once: str = ""
+    """Workloads that are measured in the first round only."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
 
@@ -127,8 +129,16 @@ def main() -> None:
         trace = folder / "trace.jsonl"
         trace.write_text("".join(json.dumps(line) + "\n" for line in INTERRUPTED))
         try:
-            for number, server in enumerate(servers):
-                server.start(folder / f"{number}.log", arguments.start_timeout)
+            for number, server in enumerate(tuple(servers)):
+                try:
+                    server.start(folder / f"{number}.log", arguments.start_timeout)
+                except SystemExit as error:
+                    if server.ours:
+                        raise
+                    print(f"{server.name} is left out: {error}", flush=True)
+                    server.signal(signal.SIGKILL)
+                    servers.remove(server)
+                    continue
                 if arguments.priority:
                     server.take_priority()
                 server.signal(signal.SIGSTOP)
@@ -152,6 +162,9 @@ def parse_arguments() -> argparse.Namespace:
         "--octavo", action="append", metavar="OPTIONS", help='of serve; default: "" (the embedded model)'
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--once", action="append", default=[], metavar="NAME=WORKLOADS", help="measure these in the first round only"
+    )
     parser.add_argument("--workloads", default="abcde", help="which of them (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300)
     parser.add_argument("--priority", action="store_true", help="let servers go before all else here (needs root)")
@@ -177,6 +190,9 @@ def present(arguments: argparse.Namespace) -> list[Server]:
             print(f"{name} is left out: there is no {program}")
             continue
         servers.append(Server(name, words))
+    slow = dict(item.split("=") for item in arguments.once)
+    for server in servers:
+        server.once = slow.pop(server.name, "")
     return servers
 
 
@@ -188,6 +204,8 @@ def run_round(servers: list[Server], number: int, workloads: str, trace: Path) -
         options = WORKLOADS[workload].split()
         turn = number % len(servers)
         for server in servers[turn:] + servers[:turn]:
+            if number and workload in server.once:
+                continue
             facts = bench(server, [*options, "--seed", str(1000 * number + ord(workload))])
             server.rates.setdefault(workload, []).append(facts["output_tokens_per_second"])
             print(f"  {workload}  {server.name:36} {facts['output_tokens_per_second']:8.1f} tokens/s", flush=True)
@@ -237,6 +255,8 @@ def write_report(servers: list[Server], bandwidths: list[float], arguments: argp
     reads = f"{min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
     machine = f"{os.cpu_count()} cores of {cpu or platform.machine()}, reading {reads}"
     lines += ["", f"{time.strftime('%Y-%m-%d')}, {machine}; medians of {len(bandwidths)}."]
+    if once := [f"{server.name} at {', '.join(server.once)}" for server in servers if server.once]:
+        lines[-1] += f" Measured once only: {'; '.join(once)}."
     print("\n" + "\n".join(lines))
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(lines) + "\n")
@@ -251,14 +271,15 @@ def write_report(servers: list[Server], bandwidths: list[float], arguments: argp
 
 
 def table(servers: list[Server], workloads: str) -> list[str]:
-    """One row a workload: output tokens per second of each server, and the first one's ratio to the best peer."""
+    """One row a workload: output tokens per second of each server, and our ratios to the best peer."""
     peers = [server for server in servers if not server.ours]
     names = [server.name for server in servers]
     lines = [f"| output tokens/s | {' | '.join(names)} | ratio |", "|---" * (len(names) + 2) + "|"]
     for workload in workloads:
         rates = [statistics.median(server.rates[workload]) for server in servers]
         best = max((statistics.median(peer.rates[workload]) for peer in peers), default=0.0)
-        ratio = f"{rates[0] / best:.2f}" if best else "-"
+        ours = [rate for rate, server in zip(rates, servers, strict=True) if server.ours]
+        ratio = ", ".join(f"{rate / best:.2f}" for rate in ours) if best else "-"
         lines.append(f"| {workload}: {MEANING[workload]} | {' | '.join(f'{rate:.1f}' for rate in rates)} | {ratio} |")
     gaps = [f"{statistics.median(server.gaps):.0f}" for server in servers]
     lines.append(f"| worst gap while a 1,500-token prompt arrives, ms | {' | '.join(gaps)} | |")
