@@ -8,7 +8,7 @@
 // with PACK = 2 for bfloat16 (a pair fills a 32-bit lane, as vdpbf16ps wants it) and 1 for float32. A block of the pool
 // with more positions is a run of such blocks: [block_size / 16][kv_heads] of them, and K and V are separate arrays.
 //
-// A *query* is one head of one token. It looks at the cache in spans of 64 positions, counted from position 0, in
+// A *query* is one head of one token. It looks at the cache in spans of 128 positions, counted from position 0, in
 // ascending order, with an online softmax (Milakov and Gimelshein, 2018). No sum of a query depends on which queries
 // share its loads, so its bits depend neither on chunking nor on neighbours nor on threads. A span in which a query sees
 // nothing leaves its state as it was: its sums are multiplied by 2^0 = 1, and weights of +0 are added.
@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int BLOCK = 16;          // positions
-constexpr int SPAN = 64;           // positions
+constexpr int SPAN = 128;          // positions
 constexpr int MAX_HEAD_DIM = 256;  // as in cpu.py
 constexpr int TILE = 96;           // queries of one unit of parallel work, as in cpu.py
 constexpr int APPEND_TOKENS = 16;  // tokens of one unit of parallel work

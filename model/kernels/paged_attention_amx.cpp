@@ -53,6 +53,12 @@ struct Group {
     }
 
     void multiply_keys() const {
+        for (int block = 0; block < span.blocks; block += 4) multiply_keys(block);
+    }
+
+    // The scores of up to four blocks.
+    void multiply_keys(int block) const {
+        const int blocks = smaller(4, span.blocks - block);
         const int32_t* queries = tile.factors + first * head_dim() / Tiles::PACK;
         _tile_zero(0);
         _tile_zero(1);
@@ -61,9 +67,9 @@ struct Group {
         for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
             const size_t offset = size_t(d) * BLOCK;
             _tile_loadd(4, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
-            for (int b = 0; b < span.blocks; b++) {
-                if (next != nullptr) fetch(next->keys[b] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
-                _tile_loadd(5, span.keys[b] + offset, TILE_BYTES);
+            for (int b = 0; b < blocks; b++) {
+                if (next != nullptr) fetch(next->keys[block + b] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
+                _tile_loadd(5, span.keys[block + b] + offset, TILE_BYTES);
                 if (b == 0) _tile_dpbf16ps(0, 4, 5);
                 if (b == 1) _tile_dpbf16ps(1, 4, 5);
                 if (b == 2) _tile_dpbf16ps(2, 4, 5);
@@ -71,10 +77,10 @@ struct Group {
             }
         }
         constexpr int stride = SPAN * sizeof(float);
-        _tile_stored(0, scores, stride);
-        _tile_stored(1, scores + 1, stride);
-        _tile_stored(2, scores + 2, stride);
-        _tile_stored(3, scores + 3, stride);
+        _tile_stored(0, scores + block, stride);
+        _tile_stored(1, scores + block + 1, stride);
+        _tile_stored(2, scores + block + 2, stride);
+        _tile_stored(3, scores + block + 3, stride);
     }
 
     void weigh() const {
