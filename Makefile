@@ -72,7 +72,7 @@ fuzz: install-test
 		$(abspath $(BIN))/python -m support.fuzz $$target -max_total_time=600 -rss_limit_mb=2048 $(ARGS) || exit; done
 
 fuzz-api: install-test
-	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/server/test_schema.py $(ARGS)
+	OCTAVO_API_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 --log-cli-level=INFO tests/server/test_schema.py $(ARGS)
 
 poison: install-test
 	OCTAVO_POISON=1 $(BIN)/python -m pytest $(ARGS)

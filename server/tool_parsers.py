@@ -5,6 +5,7 @@ chunking of a text gives the same content and the same calls.
 """
 
 import json
+import re
 import secrets
 import string
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class ToolFormat:
     arguments: str = "arguments"
     bare: bool = False
     """Whether a text that begins with an object is a call without the opener."""
+    headed: bool = False
+    """Whether a call may also be a name, perhaps an id, and the object of its arguments: `f[CALL_ID]i[ARGS]{}`."""
     short_ids: bool = False
     """Whether ids are nine letters and digits, which the templates of some models insist on."""
 
@@ -32,13 +35,32 @@ class ToolFormat:
         """Make the id of a call."""
         if not self.short_ids:
             return "call_" + secrets.token_hex(12)
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return "".join(secrets.choice(_IDS) for _ in range(9))
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
 LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", separators=";,", arguments="parameters", bare=True)
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", separators="[,", short_ids=True)
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", separators="[,", headed=True, short_ids=True)
 FORMATS = {found.name: found for found in (HERMES, LLAMA3_JSON, MISTRAL)}
+
+
+_IDS = string.ascii_letters + string.digits
+_NAMES = _IDS + "_.-"
+_HEADER = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[CALL_ID\]([A-Za-z0-9]+))?(?:\[ARGS\])?\s*\{")
+
+
+def _may_begin_header(text: str) -> bool:
+    """Whether more text can make a header of this."""
+    body = text.lstrip(_BLANK)
+    rest = body.lstrip(_NAMES)
+    if rest == body:
+        return not body
+    for mark, value in (("[CALL_ID]", _IDS), ("[ARGS]", "")):
+        if mark.startswith(rest):
+            return True
+        if rest.startswith(mark):
+            rest = rest.removeprefix(mark).lstrip(value)
+    return not rest.strip(_BLANK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +96,11 @@ class _CallReader:
         self._key = ""
         self._item: list[str] = []
         """Characters of the key or value that is being read."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the arguments have been read to their end."""
+        return self.begun and self._expects == "comma"
 
     def feed(self, char: str) -> bool:
         """Take a character; False where this can be no call."""
@@ -175,6 +202,10 @@ class ToolParser:
         self._section = ""
         """Everything since an opener, or since the last call, while no call of it has been told."""
         self._reader: _CallReader | None = None
+        self._headed = False
+        """Whether the call that is being read has begun with a header, and so is its arguments alone."""
+        self._id: str | None = None
+        """Its id, if the model has given one."""
         self._told = False
         """Whether the call that is being read has been told: its name and that it has arguments are known."""
         self._between = False
@@ -234,16 +265,29 @@ class ToolParser:
 
     def _read_between(self, char: str) -> None:
         self._held += char
+        if self._format.headed and self._held.lstrip(_BLANK)[:1] not in ("", "[", ",", "{", "]"):
+            self._read_header()
+            return
         body = self._held.strip(_BLANK + self._format.separators)
         if body == "{":
             self._begin_call(self._section + self._held[:-1])
         elif body and body == self._format.closer:
             self._leave(self._section + self._held if self._section else "")
         elif not self._format.closer.startswith(body):
-            held, self._held = self._held, ""
-            self._leave(self._section)
-            for later in held:
-                self._read_content(later)
+            self._give_up()
+
+    def _read_header(self) -> None:
+        if header := _HEADER.fullmatch(self._held):
+            self._begin_call("", header)
+        elif not _may_begin_header(self._held):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What was held is no call."""
+        held, self._held = self._held, ""
+        self._leave(self._section)
+        for later in held:
+            self._read_content(later)
 
     def _leave(self, content: str) -> None:
         """Go back to content, with what was no call after all."""
@@ -251,15 +295,25 @@ class ToolParser:
         self._blank = False
         self._say(content)
 
-    def _begin_call(self, section: str) -> None:
+    def _begin_call(self, section: str, header: re.Match[str] | None = None) -> None:
+        """Begin with the first character of an object: of the call, or behind a header of its arguments."""
         self._section, self._held, self._between = section, "", True
         self._reader, self._told = _CallReader(), False
-        self._read_call(self._reader, "{")
+        self._headed, self._id = header is not None, None
+        begun = "{"
+        if header is not None:
+            self._id = header[2]
+            begun = f'{{"name": "{header[1]}", "arguments": {{'
+        for char in begun:
+            self._read_call(self._reader, char)
 
     def _read_call(self, reader: _CallReader, char: str) -> None:
         if not self._told:
             reader.raw.append(char)
-        if not reader.feed(char) or (reader.done and reader.name is None):
+        goes_on = reader.feed(char)
+        if self._headed and reader.complete:
+            goes_on = reader.feed("}")
+        if not goes_on or (reader.done and reader.name is None):
             self._reader = None
             if self._told:
                 self._tell(reader)
@@ -269,7 +323,7 @@ class ToolParser:
                 self._leave(self._section + "".join(reader.raw))
             return
         if not self._told and reader.name is not None and (reader.begun or reader.done):
-            self._pieces.append(CallDelta(self.calls, self._format.new_id(), reader.name))
+            self._pieces.append(CallDelta(self.calls, self._id or self._format.new_id(), reader.name))
             self.calls += 1
             self._told, self._section = True, ""
         if reader.done:
@@ -277,6 +331,8 @@ class ToolParser:
                 reader.fresh.append("{}")
             self._tell(reader)
             self._reader = None
+            if self._headed:
+                self._leave("")
 
     def _tell(self, reader: _CallReader) -> None:
         """Pass on what is new of the arguments of a call that has been told."""

@@ -3,7 +3,9 @@
 OCTAVO_API_REQUESTS says how many (`make fuzz-api` sends 3,000). The engine tells stories; the rest is real.
 """
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +25,8 @@ from schemathesis.specs.openapi.checks import (
 from support.live import Live, live_server, story_command
 
 from octavo.scheduler.messages import EngineConfig
+
+log = logging.getLogger(__name__)
 
 REQUESTS = int(os.environ.get("OCTAVO_API_REQUESTS", "150"))
 CHECKS = [
@@ -101,6 +105,7 @@ def test_requests_made_from_the_schema_get_documented_answers(small: Live) -> No
     for operation in found:
         examples = -(-REQUESTS // len(writing)) if operation.method == "post" else 10
         statuses[operation.path] = try_out(operation, examples)
+        log.info("%s: %s", operation.label, dict(Counter(statuses[operation.path])))
     assert sum(map(len, statuses.values())) >= REQUESTS
     for operation in writing:
         assert 200 in statuses[operation.path], f"nothing was accepted by {operation.path}"

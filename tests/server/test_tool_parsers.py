@@ -44,6 +44,11 @@ def written(tools: ToolFormat, calls: Sequence[tuple[str, object]]) -> str:
     return "; ".join(objects)
 
 
+def headed(calls: Sequence[tuple[str, object]], call_id: str = "") -> str:
+    """Calls as newer models of Mistral write them."""
+    return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -61,9 +66,10 @@ CALLS = st.lists(
 @settings(deadline=None)
 @given(st.sampled_from(list(FORMATS.values())), CALLS)
 def test_calls_are_found_with_their_arguments(tools: ToolFormat, calls: list[tuple[str, dict[str, object]]]) -> None:
-    content, found = parse(tools, [written(tools, calls)])
-    assert content == ""
-    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    for text in (written(tools, calls), headed(calls), headed(calls, "[CALL_ID]a1b2c3d4e")):
+        content, found = parse(tools if text == written(tools, calls) else MISTRAL, [text])
+        assert content == ""
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -71,7 +77,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(ends)]
 
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"]
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[TOOL_CALLS]f[ARGS]{", "[CALL_ID]", "[ARGS]"]
 OBJECTS = ['{"name": "f", ', '"arguments": {"a": 1}}', '"parameters": {}}', '"name"']
 PARTS = st.lists(st.sampled_from([*MARKS, *OBJECTS, "tool", *'{}[]"\\,;: \n<x1']), max_size=25)
 TOOLS = st.sampled_from(list(FORMATS.values()))
@@ -124,10 +130,39 @@ def test_a_text_without_calls_is_content_as_it_stands(tools: ToolFormat, parts: 
         (LLAMA3_JSON, '{"answer": 42}', None, []),
         (MISTRAL, 'Hm. [TOOL_CALLS] [{"name": "f", "arguments": {}}]', "Hm.", [("f", "{}")]),
         (MISTRAL, '[{"name": "f", "arguments": {}}]', None, []),
+        (MISTRAL, 'Hm. [TOOL_CALLS]f[ARGS]{"a": 1}', "Hm.", [("f", '{"a": 1}')]),
+        (
+            MISTRAL,
+            '[TOOL_CALLS]f[ARGS]{"a": {}}[TOOL_CALLS]g_1[CALL_ID]x7[ARGS] {}',
+            "",
+            [("f", '{"a": {}}'), ("g_1", "{}")],
+        ),
+        (MISTRAL, '[TOOL_CALLS] f{"a": [1, 2]}\nDone.', "\nDone.", [("f", '{"a": [1, 2]}')]),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "un', "", [("f", '{"a": "un')]),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]", None, []),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]7", None, []),
+        (MISTRAL, "[TOOL_CALLS]f(1) and more", None, []),
+        (MISTRAL, "[TOOL_CALLS]f[CALL_ID][ARGS]{}", None, []),
+        (MISTRAL, "f[ARGS]{}", None, []),
+        (HERMES, "<tool_call>f[ARGS]{}</tool_call>", None, []),
     ],
 )
 def test_texts_of_models(tools: ToolFormat, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
     assert parse(tools, [text]) == (text if content is None else content, calls)
+
+
+def test_b20_a_text_cut_at_any_two_places_gives_the_same_calls() -> None:
+    text = f"Hm. {headed([('f', {'a': [1, '}']}), ('g', {})], '[CALL_ID]a1b2c3d4e')} and [TOOL_CALLS]g[ARGS"
+    whole = parse(MISTRAL, [text])
+    assert [name for name, _ in whole[1]] == ["f", "g"]
+    for first in range(len(text)):
+        for second in range(first, len(text), 7):
+            assert parse(MISTRAL, [text[:first], text[first:second], text[second:]]) == whole
+
+
+def test_the_id_that_a_model_gives_is_kept() -> None:
+    begun = ToolParser(MISTRAL).feed("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}")[0]
+    assert begun == CallDelta(0, "a1b2c3d4e", "f")
 
 
 def test_arguments_are_passed_on_as_they_arrive() -> None:
