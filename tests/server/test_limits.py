@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live import NO_TLS, Live
+from support.live import NO_TLS, Live, live_server, story_command
 from support.raw import exchange, get, status_of
+from support.story_engine import SLOW
 from support.vocabularies import smollm2
 
+from octavo.scheduler.messages import EngineConfig
 from octavo.server import protocol, wire
 from octavo.server.protocol import CompletionRequest
+from octavo.server.rendering import Renderer
+from octavo.server.structured import GrammarCompiler
 from octavo.server.tokenizer import Tokenizer
 
 MEGABYTE = 1 << 20
@@ -137,6 +142,28 @@ def test_a08_a_refusal_does_no_work_and_keeps_no_memory(live: Live, monkeypatch:
     assert encoded == [], "nothing was tokenised"
     assert live.metric("octavo_request_started_total") == started, "nothing reached the engine"
     ordinary(live)
+
+
+def test_f17_a_full_server_refuses_before_it_renders_compiles_or_tokenises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = story_command(tmp_path, {})
+    config = EngineConfig(model="smollm2", max_num_seqs=1)
+    with live_server(config, command=command, max_queued_requests=1) as live, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(live.completion, prompt=[SLOW], max_tokens=80) for _ in range(2)]
+        while live.service.client.live < 2:
+            time.sleep(0.01)
+        parts = ((Tokenizer, "encode"), (Renderer, "render"), (GrammarCompiler, "compile"))
+        work = [count_calls(monkeypatch, *part) for part in parts]
+        chat = {"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "a"}]}
+        for path, fields in (("/v1/completions", {"prompt": "a " * 1000}), ("/v1/chat/completions", chat)):
+            refused = live.post(path, **fields)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert work == [[], [], []]
+        for answer in waiting:
+            assert answer.result()["usage"]["completion_tokens"] == 80
+        assert live.chat(**chat, max_tokens=2)["choices"]
+        assert all(work), "once there is room it is done"
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int]:

@@ -35,7 +35,8 @@ def test_a_request_that_waits_too_long_is_answered_503(tmp_path: Path) -> None:
         assert running.is_alive(), "what has begun may go on"
         running.join()
         assert live.metric(TIMED_OUT) == 2
-        assert live.metric("octavo_queued_tokens") == 0
+        assert live.metric("octavo_queued_tokens") == live.metric('octavo_kv_blocks{state="used"}') == 0
+        assert live.service.client.live == 0
 
 
 def test_a_request_that_takes_too_long_is_answered_504(tmp_path: Path) -> None:
