@@ -14,6 +14,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.destination import Destination
+from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_checkpoint import GGUFCheckpoint
 from octavo.model.weights.headers import check_format, check_shapes, source_of, tensor_shapes
 from octavo.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -104,7 +105,8 @@ def load_weights(
     Returns the SHA-256 of all that was read, in hexadecimal; it is made on a thread of its own, beside the reading.
 
     The bytes are those of the model in the checkpoint's own dtype, or in its blocks where they are kept. Raises
-    CheckpointError, before anything is read, where a tensor is missing, has another shape or is not expected.
+    CheckpointError, before anything is read, where a tensor is missing, has another shape or is not expected; later,
+    where a number is not finite.
     """
     tied = checkpoint.config.tied_embeddings
     expected = {name: destination.shape for name, destination in destinations.items()}
@@ -122,12 +124,20 @@ def load_weights(
                 count = min(step, end - first_row)
                 source, widen = source_of(name, tied=tied), not destination.quantised
                 part = checkpoint.read(source, first_row, count, widen=widen)
+                if part.is_floating_point() and not _is_finite(part):
+                    file = checkpoint.files.get(source, checkpoint.path)
+                    raise CheckpointError(f"{file}: tensor {source!r} holds a value that is not finite")
                 hashed.result()  # one slice waits at most
                 hashed = hashing.submit(digest.update, part.contiguous().view(torch.uint8).numpy().data)
                 destination.load(first_row, part)
                 done += count * _row_bytes(destination, itemsize)
                 progress(done, total)
     return digest.hexdigest()
+
+
+def _is_finite(part: Tensor) -> bool:
+    """Whether no number is infinite or NaN: with one, every answer would be an error. Such a sum is rare."""
+    return bool(part.sum().isfinite()) or bool(part.isfinite().all())
 
 
 def _wanted(destination: Destination) -> tuple[int, int]:

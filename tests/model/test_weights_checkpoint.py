@@ -135,6 +135,7 @@ def changed(path, change):
     save_file(tensors, path / "model.safetensors")
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -269,6 +270,29 @@ def test_a_file_that_vanishes_while_loading_is_an_error_of_the_checkpoint(tmp_pa
     for checkpoint in opened.values():
         with pytest.raises(CheckpointError, match=r"/model\.\w+: tensor .* cannot be read"):
             checkpoint.read("model.norm.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_f11_a_number_that_is_not_finite_is_refused_with_its_tensor_and_file(tmp_path, kind, value):
+    model = tiny_model(tmp_path, "llama", dtype=torch.float16)
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    weight[weight.shape[0] - 1, 3] = value
+    save_file({**load_file(tmp_path / "model.safetensors"), UP: weight}, tmp_path / "model.safetensors")
+    path = tmp_path
+    if kind == "gguf":
+        path = tmp_path / "model.gguf"
+        write_gguf(path, model, "F16")
+    with pytest.raises(CheckpointError, match=f"model.{kind}: tensor '{UP}' holds a value that is not finite"):
+        load_all(path)
+
+
+def test_numbers_whose_sum_overflows_are_loaded(tmp_path):
+    model = tiny_model(tmp_path, "llama", dtype=torch.float16)
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(60_000)
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    save_file({**load_file(tmp_path / "model.safetensors"), UP: weight}, tmp_path / "model.safetensors")
+    assert torch.equal(load_all(tmp_path)[UP], weight.float())
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
