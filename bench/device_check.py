@@ -3,17 +3,20 @@
     python bench/device_check.py --output results          # one GPU with room for the model
     python bench/device_check.py --dry-run --output out    # every line of it on a CPU, tiny shapes, emulated kernels
 
-Writes results.json and results.md after every section; one that fails is reported, and the next one runs.
+Writes results.json and results.md after every section; one that fails is reported, and the next one runs. Predicted
+for an H200, in seconds: ceilings 5, operators and attention 15, parity 60, build 10, decode 20, prefill 25, mixed 5,
+engine 10, http 90. With the start of Python and of the libraries: less than five minutes of the eight it may take.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from device_serving import http, parity, run_all
 
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import BUCKETS, MemoryLedger
@@ -48,6 +52,10 @@ from support.reference_attention import ReferenceAttention
 TOLERANCE = 2.0**-8
 """Of a result's norm: half a unit of bfloat16 for the output and as much for the weights of attention."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SECTIONS = (
+    *("environment", "ceilings", "operators", "attention", "parity"),
+    *("build", "decode", "prefill", "mixed", "engine", "http"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,12 @@ class Sizes:
     repeats: int
     requests: int
     new_tokens: int
+    small: ModelConfig
+    """Computed on the CPU as well."""
+    served: ModelConfig
+    """Behind HTTP, with weights that a CPU makes up in seconds."""
+    streams: tuple[int, ...]
+    """How many at a time."""
 
 
 class Check:
@@ -284,15 +298,23 @@ class Check:
         for request in range(sizes.requests):
             prompt = (1 + request % 90,) * sizes.new_tokens
             scheduler.add(Submission(request=request, prompt=prompt, params=GREEDY, max_tokens=sizes.new_tokens))
-        started, tokens, flight = time.perf_counter(), 0, None
-        while scheduler.busy or flight:
-            step = scheduler.schedule()
-            queued = None if step is None else (step, self.runner.submit(step))
-            if flight is not None:
-                events = scheduler.commit(flight[0], flight[1].wait())
-                tokens += sum(event.token is not None for event in events)
-            flight = queued
+        started = time.perf_counter()
+        tokens = sum(event.token is not None for event in run_all(scheduler, self.runner))
         return {"tokens": tokens, "tokens/s": tokens / (time.perf_counter() - started)}
+
+    def parity(self) -> dict[str, Any]:
+        """A small random model on the CPU, on the GPU, and on the GPU with captured steps."""
+        return parity(self.output / "small", self.sizes.small, self.sizes.requests // 4, self.sizes.new_tokens // 2)
+
+    def http(self) -> dict[str, Any]:
+        """A server of its own process, which the device has to itself."""
+        for name in ("runner", "store", "ledger"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        sizes = self.sizes
+        return http(self.output / "served", sizes.served, self.device.type, sizes.streams, sizes.new_tokens)
 
 
 def run_again(function: Callable[[], None]) -> Callable[[], None]:
@@ -335,21 +357,25 @@ def ragged(lengths: list[int], counts: list[int], pages: list[int]) -> Attention
 def full_sizes(model: str) -> Sizes:
     limits = RunnerLimits(max_model_len=8192, max_rows=64, max_tokens=2048, block_size=16, blocks=1300)
     batches = ((1, 128), (8, 1024), (32, 512), (64, 256))
-    return Sizes(find_config(model), limits, 8 << 30, 8192, batches, (512, 2048, 8192), 30, 64, 128)
+    llama, prompts = find_config("llama-3-8b"), (512, 2048, 8192)
+    small = replace(llama, layers=4, width=1024, heads=8, kv_heads=1, ffn_width=2816, vocabulary=4096)
+    served = replace(llama, layers=16, width=2048, head_dim=64, ffn_width=8192, vocabulary=32000)
+    return Sizes(
+        find_config(model), limits, 8 << 30, 8192, batches, prompts, 30, 64, 128, small, served, (1, 8, 32, 64)
+    )
 
 
 def dry_sizes() -> Sizes:
     config = replace(find_config("smollm2"), layers=1, width=128, heads=2, kv_heads=1, ffn_width=192, vocabulary=101)
     limits = RunnerLimits(max_model_len=96, max_rows=4, max_tokens=32, block_size=16, blocks=24)
-    return Sizes(config, limits, 1 << 16, 16, ((1, 3), (3, 20)), (40, 20), 2, 6, 4)
+    small = replace(config, layers=2, vocabulary=300)
+    return Sizes(config, limits, 1 << 16, 16, ((1, 3), (3, 20)), (40, 20), 2, 12, 8, small, small, (1, 3))
 
 
-@contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    from support.flashinfer_emulation import emulated_flashinfer  # noqa: PLC0415
+def emulated() -> contextlib.AbstractContextManager[Any]:
+    from support.gpu_runners import emulated_gpu  # noqa: PLC0415
 
-    with emulated_flashinfer():
-        yield
+    return emulated_gpu(lambda _emulation: run_again)
 
 
 def main() -> int:
@@ -361,17 +387,7 @@ def main() -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     check = Check(device, dry_sizes() if options.dry_run else full_sizes(options.model), options.output)
     with emulated() if options.dry_run else contextlib.nullcontext(), torch.no_grad():
-        for name in (
-            "environment",
-            "ceilings",
-            "operators",
-            "attention",
-            "build",
-            "decode",
-            "prefill",
-            "mixed",
-            "engine",
-        ):
+        for name in SECTIONS:
             check.section(name, getattr(check, name))
     return int(any("failed" in found for found in check.results.values()))
 

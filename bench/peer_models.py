@@ -14,6 +14,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from device_serving import describe_model
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -63,29 +64,7 @@ def write_directory(source: Path, target: Path) -> None:
     config = checkpoint.config
     tensors = {name: checkpoint.read(name).to(torch.bfloat16) for name in checkpoint.shapes}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    facts = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.width,
-        "intermediate_size": config.ffn_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "max_position_embeddings": config.max_context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    facts = describe_model(config) | {"pad_token_id": 2}
     (target / "config.json").write_text(json.dumps(facts, indent=2))
     gguf_tokenizer(GGUFFile(source).metadata).backend.save(str(target / "tokenizer.json"))
     (target / "tokenizer_config.json").write_text(

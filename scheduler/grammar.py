@@ -141,8 +141,9 @@ class Intake:
         return bool(self._compiling)
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        """Take in the vocabulary that all grammars are about."""
-        self._grammars = Grammars(vocabulary)
+        """Take in the vocabulary of all grammars. One without an end is for none: the server refuses them."""
+        if vocabulary.eos_ids:
+            self._grammars = Grammars(vocabulary)
 
     def begin(self, submission: Submission, grammar: str) -> None:
         """Start to compile. Raises ValueError before the vocabulary is known."""

@@ -81,7 +81,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     special: tuple[int, ...]
     """Tokens that no text of a grammar matches."""
     eos_ids: tuple[int, ...]
-    """At least one: tokens that may come where a grammar may end."""
+    """Tokens that may come where a grammar may end. Of a model that has none, no grammar can be followed."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "device_check.py"
-SECTIONS = ["environment", "ceilings", "operators", "attention", "build", "decode", "prefill", "mixed", "engine"]
+SECTIONS = ["environment", "ceilings", "operators", "attention", "parity", "build", "decode", "prefill", "mixed"]
+SECTIONS += ["engine", "http"]
 
 
 def test_a_dry_run_goes_through_every_section_and_writes_its_results(tmp_path: Path) -> None:
@@ -17,5 +18,9 @@ def test_a_dry_run_goes_through_every_section_and_writes_its_results(tmp_path: P
     assert list(results) == SECTIONS
     assert not any("failed" in found for found in results.values())
     assert results["build"]["planned"] == results["build"]["ledger"] > 0
-    assert results["engine"]["tokens"] == 6 * 4
+    assert results["engine"]["tokens"] == 12 * 8
+    answered = 3 * 4
+    assert 0 < results["parity"]["GPU, captured: tokens as in float32"] <= answered
+    assert results["parity"]["GPU, captured: error"] == results["parity"]["GPU, eager: error"]
+    assert results["http"]["3 streams, tokens/s"] > 0
     assert (tmp_path / "results.md").read_text().startswith("| section | what | value |")

@@ -204,6 +204,14 @@ def test_a_mask_that_takes_long_holds_up_only_its_own_request() -> None:
     assert channel.tokens[0] == alone(request)
 
 
+def test_a_model_without_an_end_of_sequence_token_serves_what_follows_no_grammar() -> None:
+    runner = CheckingRunner()
+    endless = Vocabulary(tokens=VOCABULARY_MESSAGE.tokens, special=(), eos_ids=())
+    channel = Lines([(1, endless), (2, submission(0, [4, 5], max_tokens=3, params=SamplingParams(temperature=0)))], 1)
+    Engine(runner.scheduler, runner, channel).run()
+    assert channel.finishes == {0: "length"}
+
+
 def test_a_state_follows_from_the_grammar_and_the_tokens_alone() -> None:
     grammars = Grammars(VOCABULARY_MESSAGE)
     output = alone(follow(0, grammar("[0-9]{3}: [a-j]+"), max_tokens=9))[:5]

@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from support.checkpoints import tiny_model
-from support.flashinfer_emulation import Emulation, emulated_flashinfer
-from support.gpu_runners import FakeCapture
+from support.flashinfer_emulation import Emulation
+from support.gpu_runners import FakeCapture, emulated_gpu
 
 from octavo.model import placement
 from octavo.model.device import CPU, DeviceError, choose_device, gpu_problem
 from octavo.model.graphs import captured_sizes
 from octavo.model.kernels.cuda import CudaKernels
-from octavo.model.placement import Placement, place_on_gpu
+from octavo.model.placement import Placement
 from octavo.model.step import SamplingParams
 from octavo.model.workspaces import FLOAT_WORKSPACE, Workspaces
 from octavo.scheduler import loading
@@ -34,21 +34,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def emulation() -> Iterator[Emulation]:
-    with emulated_flashinfer() as found:
+def gpu() -> Iterator[Emulation]:
+    with emulated_gpu(EagerCapture) as found:
         yield found
-
-
-@pytest.fixture
-def gpu(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
-    """A Hopper GPU of 4 GiB, 3 of them free, whose tensors lie on the CPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (3 * GIB, 4 * GIB))
-    monkeypatch.setattr(placement, "CudaCapture", lambda _device: EagerCapture(emulation))
-    monkeypatch.setattr(loading, "choose_device", lambda _name, _problem: torch.device("cuda", 0))
-    monkeypatch.setattr(loading, "place_on_gpu", lambda _device, *rest, fp8: place_on_gpu(CPU, *rest, fp8=fp8))
-    return emulation
 
 
 class EagerCapture(FakeCapture):
@@ -189,7 +177,7 @@ def test_captured_sizes_are_powers_and_multiples_up_to_the_most_rows() -> None:
     assert len(captured_sizes(256)) == 35
 
 
-def test_an_eager_placement_captures_nothing(emulation: Emulation) -> None:
+def test_an_eager_placement_captures_nothing(gpu: Emulation) -> None:
     found = Placement(CPU, torch.bfloat16, CudaKernels(torch.bfloat16, CPU), Workspaces())
     with mock.patch.object(placement, "CudaCapture", lambda device: ("captures on", device)):
         eager, captured = found.gpu(eager=True), found.gpu(eager=False)

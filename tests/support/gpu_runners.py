@@ -1,12 +1,14 @@
 """Runners as they are built for a GPU, on CPU tensors: FlashInfer emulated, captured steps run again."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
 from support.attention import rounded_to_fp8
-from support.flashinfer_emulation import Emulation
+from support.flashinfer_emulation import Emulation, emulated_flashinfer
 from support.list_channel import ListChannel
 from support.reference_attention import ReferenceAttention
 from torch import Tensor
@@ -16,14 +18,17 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.kvcache.store import KVStore
 from octavo.model.config import ModelConfig
+from octavo.model import placement
 from octavo.model.device import CPU
 from octavo.model.graphs import Gpu, Replay
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.placement import place_on_gpu
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.step import TokenLogprobs
 from octavo.model.weights.checkpoint import Checkpoint
 from octavo.model.workspaces import Workspaces
+from octavo.scheduler import loading
 from octavo.scheduler.engine import Engine
 from octavo.scheduler.messages import StepReport, ToEngine
 from octavo.scheduler.policy import Limits, Scheduler
@@ -79,6 +84,22 @@ class Fp8Reference(ReferenceAttention):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         super().forward(layer, q, rounded_to_fp8(k).bfloat16(), rounded_to_fp8(v).bfloat16(), out)
+
+
+@contextlib.contextmanager
+def emulated_gpu(capture: Callable[[Emulation], Callable[..., Any]]) -> Iterator[Emulation]:
+    """Let an engine be loaded for a Hopper GPU of 4 GiB, 3 of them free, whose tensors lie on the CPU."""
+    with emulated_flashinfer() as emulation, contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "get_device_capability", lambda _device=None: (9, 0)),
+            (torch.cuda, "get_device_name", lambda _device=None: "NVIDIA H200"),
+            (torch.cuda, "mem_get_info", lambda _device=None: (3 << 30, 4 << 30)),
+            (placement, "CudaCapture", lambda _device: capture(emulation)),
+            (loading, "choose_device", lambda name, _problem: CPU if name == "cpu" else torch.device("cuda", 0)),
+            (loading, "place_on_gpu", lambda _device, *rest, fp8: place_on_gpu(CPU, *rest, fp8=fp8)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield emulation
 
 
 def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False) -> Formats:
