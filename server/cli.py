@@ -107,7 +107,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     answering.add_plan_arguments(plan)
     describe = add(
-        "describe", "draw a model's block as a table, with its parameters", description=answering.DESCRIBE_HELP
+        "describe",
+        "draw a model's block as a table, with its parameters",
+        description=answering.DESCRIBE_HELP,
+        epilog=answering.DESCRIBE_EXIT_CODES,
     )
     answering.add_describe_arguments(describe)
     bench = add(

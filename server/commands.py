@@ -58,6 +58,12 @@ DESCRIBE_HELP = """\
 Draw one block of a model as a table: what each matrix receives, what it produces, and its share of the parameters.
 With --trace the weights are loaded and a text is run through them, to show what each branch adds to the spine.
 """
+DESCRIBE_EXIT_CODES = """\
+exit codes:
+   0  it is described
+  64  an option is wrong, or the text has no tokens or too many
+  65  the model is unknown, its shapes are wrong, or its files are missing or damaged
+"""
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

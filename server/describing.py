@@ -101,8 +101,9 @@ def _cache_lines(config: ModelConfig, layout: KVLayout) -> Iterator[str]:
 
 def describe_trace(found: "Trace", tokens: int) -> Iterator[str]:
     """Lines for a terminal."""
-    yield f"norms in the spine, means over {tokens} tokens"
-    rows: list[tuple[str, ...]] = [("block", "attention adds", "feed-forward adds", "spine handed on")]
+    yield "The residual stream, or spine: one vector a token, to which every block adds two. Their lengths (Euclidean"
+    yield f"norms), each a mean over {tokens} tokens: what a block's branches add, and the spine after both."
+    rows: list[tuple[str, ...]] = [("block", "attention adds", "feed-forward adds", "spine after")]
     rows += [("embedding", "", "", f"{found.embedding:.4g}")]
     rows += [(str(index), *(f"{size:.4g}" for size in block)) for index, block in enumerate(found.blocks)]
     yield from table(rows)

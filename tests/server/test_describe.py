@@ -58,8 +58,9 @@ def test_a_model_with_multi_head_attention_saves_nothing(tmp_path: Path, capsys:
 
 def test_a_trace_lists_every_block_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = lines(capsys, str(locate("smollm2")), "--dtype", "float32", "--trace", "The capital of France is")
-    start = next(index for index, line in enumerate(found) if line.startswith("norms in the spine"))
-    assert "means over 5 tokens" in found[start]
+    start = next(index for index, line in enumerate(found) if line.startswith("norms"))
+    assert "a mean over 5 tokens" in found[start]
+    assert "spine: one vector a token, to which every block adds two" in found[start - 1]
     blocks = [line.split() for line in found[start + 3 : -1]]
     assert [row[0] for row in blocks] == [str(index) for index in range(30)]
     assert all(float(cell) > 0 for row in blocks for cell in row[1:])
@@ -79,3 +80,12 @@ def test_columns_are_aligned() -> None:
         "a     1,000",
         "long      2",
     ]
+
+
+@pytest.mark.parametrize("command", ["plan", "describe"])
+def test_the_help_names_the_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    _, codes = capsys.readouterr().out.split("exit codes:")
+    expected = {"plan": ["0", "1", "64", "65"], "describe": ["0", "64", "65"]}
+    assert [line.split()[0] for line in codes.strip().splitlines()] == expected[command]

@@ -17,8 +17,8 @@ from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.kvcache.store import KVStore
-from octavo.model.config import ModelConfig
 from octavo.model import placement
+from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
 from octavo.model.graphs import Gpu, Replay
 from octavo.model.kernels.cuda import CudaKernels
