@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 
 from octavo.kvcache.pool import BlockPool, InvariantError
 from octavo.kvcache.prefix import PrefixHasher
-from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult, TokenLogprobs
+from octavo.model.step import Admission, Growth, Row, RowResult, Step, StepResult
 from octavo.scheduler.blame import Suspects
 from octavo.scheduler.draft import Draft, Flight
 from octavo.scheduler.grammar import GrammarState, await_masks
@@ -297,7 +297,7 @@ class Scheduler:
             event = TokenEvent(request=request.id, finish="error", error=message, grammar=failure is not None)
             return request.announce(event)
         end = row.start + row.count
-        scores = self._new_scores(request, row, outcome)
+        scores = request.new_scores(row, outcome)
         finish: FinishReason | None = None
         stop_id: int | None = None
         if row.sample:
@@ -318,14 +318,6 @@ class Scheduler:
             stop_id=stop_id,
         )
         return request.announce(event)
-
-    def _new_scores(self, request: Request, row: Row, outcome: RowResult) -> tuple[TokenLogprobs, ...]:
-        """Prompt log-probabilities of this row, without those that were reported before a preemption."""
-        if not row.score:
-            return ()
-        scores = outcome.prompt_logprobs[max(request.scored - row.start, 0) :]
-        request.scored = min(row.start + row.count, request.scores)
-        return scores
 
     def rollback(self) -> None:
         """Undo every step in flight, because the runner failed and has forgotten all slots.

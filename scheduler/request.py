@@ -6,7 +6,7 @@ from typing import Self
 
 import msgspec
 
-from octavo.model.step import SamplingParams
+from octavo.model.step import Row, RowResult, SamplingParams, TokenLogprobs
 from octavo.scheduler.grammar import GrammarState
 from octavo.scheduler.messages import FinishReason, Submission, TokenEvent
 from octavo.scheduler.restrictions import next_mask, without
@@ -198,6 +198,14 @@ class Request:
         if self.grammar is not None:
             self.grammar.take(token)
         return None, None
+
+    def new_scores(self, row: Row, outcome: RowResult) -> tuple[TokenLogprobs, ...]:
+        """Prompt log-probabilities of a row, without those that were reported before a preemption."""
+        if not row.score:
+            return ()
+        scores = outcome.prompt_logprobs[max(self.scored - row.start, 0) :]
+        self.scored = min(row.start + row.count, self.scores)
+        return scores
 
     def announce(self, event: TokenEvent) -> TokenEvent:
         """Mark the first event after the admission with what is known since then; return later ones as they are."""

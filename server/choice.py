@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import TokenEvent
-from octavo.server.client import EngineError, Generation
+from octavo.server.engine_process import EngineError
 from octavo.server.errors import (
     APIError,
     draining,
@@ -22,6 +22,7 @@ from octavo.server.errors import (
     queue_timed_out,
     request_timed_out,
 )
+from octavo.server.generation import Generation
 from octavo.server.text import TextDelta, TextStream
 
 log = logging.getLogger(__name__)

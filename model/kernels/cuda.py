@@ -13,45 +13,17 @@ from torch import Tensor
 from octavo.model.flashinfer_library import load_flashinfer
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.fp8 import Fp8Linear, Fp8Scratch
+from octavo.model.kernels.unpacked import UnpackedLinear
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class CudaLinear:
-    """A Linear whose weight lies as the checkpoint has it, [out_features, in_features]."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], *, bias: bool) -> None:
-        self.out_features, self.in_features = shape
-        self._weight = torch.empty(shape, dtype=dtype, device=device)
-        self._bias = torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored weight and bias."""
-        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """No thread of the host keeps anything to multiply with it."""
-        return 0
-
-    def load(self, first_row: int, weight: Tensor) -> None:
-        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
-        self._weight[first_row : first_row + weight.shape[0]].copy_(weight)
-
-    def load_bias(self, first_row: int, bias: Tensor) -> None:
-        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
-        if self._bias is None:
-            raise ValueError("this linear has no bias")
-        self._bias[first_row : first_row + bias.shape[0]].copy_(bias)
+class CudaLinear(UnpackedLinear):
+    """A Linear that is multiplied by cuBLAS."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Compute out [tokens, out_features], of x's dtype or float32, from x [tokens, in_features]."""
         multiply(x, self._weight, self._bias, out)
-
-    def gather(self, rows: Tensor, out: Tensor) -> None:
-        """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""
-        torch.index_select(self._weight, 0, rows, out=out)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -98,7 +70,7 @@ class CudaKernels:
             return Fp8Linear(self.fp8, self._device, (out_features, in_features), bias=bias)
         if quantised:
             raise ValueError(f"the GPU kernels do not multiply with {quantised} blocks")
-        return CudaLinear(self.dtype, self._device, (out_features, in_features), bias=bias)
+        return CudaLinear((out_features, in_features), self.dtype, self.dtype if bias else None, self._device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Write x / sqrt(mean(x^2) + epsilon) * weight to out, rounded once, after the product with weight."""

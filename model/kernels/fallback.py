@@ -6,46 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.model.kernels.unpacked import UnpackedLinear
+
 HEAD_COLUMNS = 1024
 """Columns of float32 results that are computed at once from bfloat16, which bounds the temporary copy of W."""
 
 
-class TorchLinear:
+class TorchLinear(UnpackedLinear):
     """A Linear in torch's own order, [out_features, in_features].
 
     The libraries behind torch choose their order of additions by the number of rows, and each in its own way. Here they
     are always given `row_multiple` rows at once, so that a row's bits do not depend on how many there are.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, out_features: int, in_features: int, row_multiple: int, *, bias: bool
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, row_multiple: int, *, bias: bool) -> None:
         """Tensors are made on torch's default device."""
-        self.out_features = out_features
-        self.in_features = in_features
+        super().__init__(shape, dtype, dtype if bias else None, None)
         self._row_multiple = row_multiple
-        self._weight = torch.empty(out_features, in_features, dtype=dtype)
-        self._bias = torch.zeros(out_features, dtype=dtype) if bias else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored weight and bias."""
-        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """None: what torch takes beside is freed at once."""
-        return 0
-
-    def load(self, first_row: int, weight: Tensor) -> None:
-        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W."""
-        _store(self._weight, first_row, weight)
-
-    def load_bias(self, first_row: int, bias: Tensor) -> None:
-        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
-        if self._bias is None:
-            raise ValueError("this linear has no bias")
-        _store(self._bias, first_row, bias)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Compute out [tokens, out_features], of x's dtype or float32, from x [tokens, in_features]."""
@@ -77,7 +54,7 @@ class TorchLinear:
         """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.out_features:
             raise ValueError(f"rows: ids must be 0 .. {self.out_features - 1}")
-        torch.index_select(self._weight, 0, rows, out=out)
+        super().gather(rows, out)
 
 
 class TorchKernels:
@@ -102,7 +79,7 @@ class TorchKernels:
         """Make a Linear with uninitialised weights. ValueError for quantised ones: they must be widened."""
         if quantised:
             raise ValueError(f"torch's kernels do not multiply with {quantised} blocks")
-        return TorchLinear(self.dtype, out_features, in_features, self.row_multiple, bias=bias)
+        return TorchLinear((out_features, in_features), self.dtype, self.row_multiple, bias=bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
@@ -130,10 +107,3 @@ class TorchKernels:
         """Write SiLU(gate) * up to out, or over the gate half of gate_up [tokens, 2 * width]; return that."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (gate if out is None else out).copy_(F.silu(gate.float()) * up)
-
-
-def _store(target: Tensor, first_row: int, source: Tensor) -> None:
-    last_row = first_row + source.shape[0]
-    if first_row < 0 or last_row > target.shape[0] or source.shape[1:] != target.shape[1:]:
-        raise ValueError(f"{list(source.shape)} at row {first_row} does not fit into {list(target.shape)}")
-    target[first_row:last_row].copy_(source)

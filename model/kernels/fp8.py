@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import FP8_AREA, FP8_SCALES_AREA
+from octavo.model.kernels.unpacked import UnpackedLinear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -36,34 +37,23 @@ class Fp8Scratch:
         return rounded, scales
 
 
-class Fp8Linear:
+class Fp8Linear(UnpackedLinear):
     """A Linear of 8-bit floats [out_features, in_features] with float32 scales; a bias stays in bfloat16."""
 
-    scratch_nbytes = 0
-    """No thread of the host keeps anything to multiply with it."""
-
     def __init__(self, scratch: Fp8Scratch, device: torch.device, shape: tuple[int, int], *, bias: bool) -> None:
-        self.out_features, self.in_features = shape
+        super().__init__(shape, FP8, torch.bfloat16 if bias else None, device)
         self._scratch = scratch
-        self._weight = torch.empty(shape, dtype=FP8, device=device)
         self._scales = torch.empty(1, self.out_features, dtype=torch.float32, device=device)
-        self._bias = torch.zeros(self.out_features, dtype=torch.bfloat16, device=device) if bias else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored weight, scales and bias."""
-        return self._weight.nbytes + self._scales.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return super().nbytes + self._scales.nbytes
 
     def load(self, first_row: int, weight: Tensor) -> None:
         """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, each with its own scale."""
         rows = slice(first_row, first_row + weight.shape[0])
         round_rows(weight.to(self._weight.device), self._weight[rows], self._scales[0, rows, None])
-
-    def load_bias(self, first_row: int, bias: Tensor) -> None:
-        """Store bias [rows] at rows first_row .. ; only for a Linear that was made with a bias."""
-        if self._bias is None:
-            raise ValueError("this linear has no bias")
-        self._bias[first_row : first_row + bias.shape[0]].copy_(bias)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Compute out, bfloat16 [tokens, out_features] and contiguous, from x [tokens, in_features]."""

@@ -68,9 +68,10 @@ class PackedLinear:
         self._address = ctypes.addressof(self._weights)
         pointers = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
         self._run = library.function(f"linear_{SUFFIXES[dtype]}_{variant}", *pointers)
-        self._pack = library.function("linear_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
+        form = "quantised" if kind else "linear"
+        self._pack = library.function(f"{form}_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
         gather = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        self._gather = library.function("linear_gather", *gather, result=c_int)
+        self._gather = library.function(f"{form}_gather", *gather, result=c_int)
 
     @property
     def nbytes(self) -> int:
@@ -166,9 +167,6 @@ class QuantisedLinear(PackedLinear):
         if self.in_features % elements:
             raise ValueError(f"{self.in_features} columns cannot be divided into blocks of {elements} ({quantised})")
         self._row_bytes = self.in_features // elements * block_bytes
-        self._pack = library.function("quantised_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
-        gather = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        self._gather = library.function("quantised_gather", *gather, result=c_int)
 
     @property
     def scratch_nbytes(self) -> int:

@@ -15,7 +15,8 @@ from support.scripted_engine import CRASH, KILL, scripted_token
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import EngineConfig, TokenEvent
-from octavo.server.client import MOST_UNREAD, EngineClient, EngineError, Generation
+from octavo.server.client import EngineClient, EngineError
+from octavo.server.generation import MOST_UNREAD, Generation
 from octavo.server.metrics import Metrics
 from octavo.server.revival import RestartPolicy
 

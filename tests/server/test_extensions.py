@@ -6,7 +6,8 @@ import pytest
 from support.live import Live
 from support.story_engine import EOS
 
-from octavo.server.client import EngineClient, Generation
+from octavo.server.client import EngineClient
+from octavo.server.generation import Generation
 
 Stories = dict[str, tuple[int, list[int], str]]
 USER = {"role": "user", "content": "Say something."}
