@@ -289,7 +289,11 @@ async def test_a_paused_request_can_be_aborted_and_frees_its_blocks() -> None:
         await until(lambda: unread.paused)
         unread.abort()
         assert [event.finish for event in await collect(unread)][-1] == "abort"
-        assert (client.stats.running, client.stats.blocks_referenced, client.metrics.paused) == (0, 0, 0)
+        assert (client.metrics.stats.running, client.metrics.stats.blocks_referenced, client.metrics.paused) == (
+            0,
+            0,
+            0,
+        )
 
 
 @run
