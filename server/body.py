@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from octavo.server.errors import APIError
@@ -23,7 +24,7 @@ async def read(request: Request, limit: int, parse: Callable[[bytes], T]) -> T:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read a JSON body of at most `limit` bytes. Raises 413 or 415."""
+    """Read a JSON body of at most `limit` bytes. Raises 413 or 415, and 499 if the client leaves meanwhile."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
@@ -32,10 +33,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_large
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise too_large
+    except ClientDisconnect:
+        raise APIError(499, "The client left before its request was complete.") from None
     return bytes(body)
 
 

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from support.live import Live, live_server, story_command
+from support.raw import post
 from support.story_engine import CRASH, SLOW
 
 from octavo.scheduler.messages import EngineConfig
@@ -86,6 +87,19 @@ def test_d01_a_request_that_still_queues_is_aborted_too(live: Live) -> None:
     eventually(lambda: live.metric("octavo_request_started_total") == started + 20)
     eventually(lambda: live.metric(ABORTED) == before + 20)
     eventually(lambda: idle(live))
+
+
+def test_d01_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, failed = (f'octavo_http_responses_total{{code="{code}"}}' for code in (499, 500))
+    before = live.metric(left), live.metric(failed)
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(post("/v1/completions", {"prompt": "a" * 1000})[:-500])
+    eventually(lambda: live.metric(left) == before[0] + 1)
+    assert live.metric(failed) == before[1]
+    assert not caplog.records
 
 
 def test_every_started_request_is_accounted_for(live: Live) -> None:
