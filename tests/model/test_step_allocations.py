@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from support.checkpoints import tiny_model
-from support.live_storage import LiveStorages
+from support.live_storage import made_by_operations
 from support.runners import build, cpu_kernels
 from torch.profiler import ProfilerActivity, profile
 
@@ -66,25 +66,6 @@ def steps() -> Iterator[tuple[str, Step]]:
         yield f"a token of all, mask: {mask is not None}", Step((), (), (), rows)
         lengths = [length + 1 for length in lengths]
     yield "the end", Step(tuple(range(len(lengths))), (), (), ())
-
-
-class LargeStorages(LiveStorages):
-    """Remembers the sizes of what operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def _register(self, tensor: object, *, counted: bool) -> None:
-        before = self.live
-        super()._register(tensor, counted=counted)
-        self.sizes.append(self.live - before)
-
-
-def made_by_operations(run: Callable[[], object]) -> list[int]:
-    with LargeStorages() as storages:
-        run()
-    return storages.sizes
 
 
 def asked_of_the_allocator(run: Callable[[], object]) -> list[int]:

@@ -1,6 +1,7 @@
 """Counts the bytes of tensors that live at one time, and a forward pass that frees each as soon as it can."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,25 @@ class LiveStorages(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+class LargeStorages(LiveStorages):
+    """Remembers the sizes of what operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def _register(self, tensor: object, *, counted: bool) -> None:
+        before = self.live
+        super()._register(tensor, counted=counted)
+        self.sizes.append(self.live - before)
+
+
+def made_by_operations(run: Callable[[], object]) -> list[int]:
+    with LargeStorages() as storages:
+        run()
+    return storages.sizes
 
 
 def peak_of_forward(
