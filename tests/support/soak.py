@@ -49,7 +49,7 @@ BLOCK_SIZE, BLOCKS, ROWS, CONTEXT = 4, 24, 8, 48
 MOST_UNREAD = 3
 """Events."""
 STEP_SECONDS = 0.001
-MEASUREMENTS = 1000
+MEASUREMENTS = 200
 """Of the memory, in a run."""
 FAULTS = (
     *("abort", "timeout", "queue timeout", "slow reader", "burst", "row fails", "step fails for one request"),
@@ -245,7 +245,7 @@ class Soak:
         self.measured.append(self.submitted)
         self.resident.append(resident_bytes())
         self.objects.append(sys.getallocatedblocks())
-        if len(self.measured) % 10 == 0:
+        if len(self.measured) % 2 == 0:
             state = (self.submitted, self.faults.total(), self.lives - 1, self.checker.found.total())
             text = "%d requests, %d faults, %d crashes, %d violations; %.2f MB resident, %d blocks of memory"
             log.info(text, *state, self.resident[-1] / 1e6, self.objects[-1])

@@ -74,7 +74,8 @@ class Clients:
 
     def ask(self, number: int) -> None:
         if number % 1000 == 0:
-            log.info("%d requests, %d violations", number, self.checker.found.total())
+            restarts = self.live.service.client.metrics.engine_restarts
+            log.info("%d requests, %d engines lost, %d violations", number, restarts, self.checker.found.total())
         kinds = (self.leave, self.read_slowly, *map(partial(partial, self.fail), (40_001, 40_002, 40_003)))
         if number % self.period == 0:
             kinds[number // self.period % len(kinds)](number)
