@@ -34,16 +34,20 @@ def add_health_routes(app: FastAPI, condition: Callable[[], str], loading: Calla
     `loading` returns how far loading has come, and None from its end on.
     """
 
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", tags=["operate"], summary="200 while the server runs, loading and restarting included")
     async def live() -> JSONResponse:
         return JSONResponse({"status": READY})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["operate"], summary="The same as /health/ready")
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health/ready", tags=["operate"], summary="200 while requests are served, else 503")
     async def ready() -> JSONResponse:
         status = condition()
         return JSONResponse({"status": status}, 200 if status == READY else 503)
 
+    @app.head("/health/startup", include_in_schema=False)
     @app.get("/health/startup", tags=["operate"], summary="200 once the model is loaded; before, 503 and how far it is")
     async def started() -> JSONResponse:
         state = loading()

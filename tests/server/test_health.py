@@ -101,3 +101,15 @@ def test_d12_a_server_is_ready_while_it_is_saturated_and_while_it_is_idle(own: L
     assert probes > 10
     time.sleep(1.1)
     assert probe(own.url) == (200, "ok")
+
+
+def test_probes_answer_head_without_a_body(live: Live) -> None:
+    for path in ("/health", "/health/live", "/health/ready", "/health/startup"):
+        response = httpx.head(live.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+    live.service.draining = True
+    try:
+        assert httpx.head(f"{live.url}/health/ready").status_code == 503
+        assert httpx.head(f"{live.url}/health/live").status_code == 200
+    finally:
+        live.service.draining = False
