@@ -20,6 +20,30 @@ MESSAGES_TYPES = {
 OVERLOADED = 529
 """Anthropic's status where others say 503."""
 
+WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_pattern_mismatch": "a text of the form {pattern}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "string_type": "a string",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+}
+"""What a field takes, by pydantic's name of what is wrong with a value."""
+
 
 class APIError(Exception):
     """An answer in OpenAI's error shape. The message is one line and holds no path, address or traceback."""
@@ -60,6 +84,30 @@ class APIError(Exception):
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> APIError:
     """A 400 that names the offending parameter."""
     return APIError(400, message, param=param, code=code)
+
+
+def explain(kind: str, context: Mapping[str, Any], value: Any) -> str:
+    """Say what a field takes and what it got; of the client's own data only numbers, types and lengths."""
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "extra_forbidden":
+        return "this server knows no such field"
+    bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+    return f"it must be {WANTED.get(kind, 'something else').format_map(bounds)}, not {_got(kind, value)}"
+
+
+def _got(kind: str, value: Any) -> str:
+    if kind in ("string_too_long", "string_too_short", "too_long", "too_short"):
+        return str(len(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**18 else "a number so large"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return "this string" if kind in ("literal_error", "string_pattern_mismatch") else "a string"
+    return {list: "a list", dict: "an object", type(None): "null"}.get(type(value), "this")
 
 
 def internal_error() -> APIError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from octavo.server.errors import APIError, invalid
+from octavo.server.errors import APIError, explain, invalid
 from octavo.server.structured import ResponseFormat, StructuredOutputs
 from octavo.server.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice
 
@@ -343,11 +343,11 @@ def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tupl
 
 def _first_error(error: ValidationError) -> APIError:
     """One line about the first offending field, without pydantic's internals or the client's own data."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = _path(first["loc"])
     if first["type"] == "missing":
         return invalid(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    reason = explain(first["type"], first.get("ctx", {}), first["input"])
     return invalid(str(first["loc"][0]), f"Invalid '{path}': {reason}.")
 
 

@@ -297,3 +297,30 @@ def test_restrictions_that_make_no_sense_are_refused(live: Live, fields: dict, p
     if fields.get("allowed_token_ids") == "THE":
         fields = fields | {"allowed_token_ids": live.tokenizer.encode("the", add_special_tokens=False)}
     refused(live, "/v1/completions", {"model": "smollm2", "prompt": "a", **fields}, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": "5"}, "Invalid 'max_tokens': it must be an integer, not a string."),
+        ({"max_tokens": 5.5}, "Invalid 'max_tokens': it must be an integer, not 5.5."),
+        ({"temperature": 3}, "Invalid 'temperature': it must be at most 2, not 3."),
+        ({"temperature": True}, "Invalid 'temperature': it must be a number, not true."),
+        ({"n": 17}, "Invalid 'n': it must be at most 16, not 17."),
+        ({"echo": "yes"}, "Invalid 'echo': it must be true or false, not a string."),
+        ({"repetition_penalty": 0}, "Invalid 'repetition_penalty': it must be more than 0, not 0."),
+        ({"stop": ["a"] * 17}, "Invalid 'stop': it must be at most 16 items, not 17."),
+        ({"stop": [""]}, "Invalid 'stop[0]': it must be at least 1 characters, not 0."),
+        ({"cache_salt": "x" * 300}, "Invalid 'cache_salt': it must be at most 256 characters, not 300."),
+        ({"truncation_side": "middle"}, "Invalid 'truncation_side': it must be 'left' or 'right', not this string."),
+        ({"stream_options": 5}, "Invalid 'stream_options': it must be an object, not 5."),
+        (
+            {"response_format": {"type": "text", "x": 1}},
+            "Invalid 'response_format.x': this server knows no such field.",
+        ),
+        ({"logit_bias": {"a": 1}}, "Invalid 'logit_bias': keys must be token ids, for example {\"50256\": -100}."),
+    ],
+)
+def test_a_message_names_the_field_what_it_takes_and_what_it_got(live: Live, fields: dict, message: str) -> None:
+    response = live.post("/v1/completions", **{"prompt": "a", **fields})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
