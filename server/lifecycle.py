@@ -217,7 +217,7 @@ def describe(ready: Ready, memory: Sequence[MemoryLine]) -> Iterator[str]:
     ranks = f", {ready.tensor_parallel_size} ranks, of which this is one" if ready.tensor_parallel_size > 1 else ""
     rows["device"] = f"{ready.device}, {ready.dtype}, kernels {ready.kernels}{ranks}"
     if ready.quantised:
-        rows["quantised"] = f"matrices in their {' and '.join(ready.quantised)} blocks, the same results as widened"
+        rows["quantised"] = f"matrices kept in {' and '.join(ready.quantised)}"
     rows |= {line.bucket: f"{line.allocated:,} B of {line.planned:,} B planned" for line in memory}
     rows["budget"] = f"{ready.memory_budget:,} B for weights, cache and activations"
     rows["KV cache"] = f"{ready.blocks:,} blocks of {ready.block_size} = {pool:,} tokens"
