@@ -46,6 +46,13 @@ def choose_device(name: str, problem: Callable[[], str | None]) -> torch.device:
     return CPU
 
 
+def use_gpu(number: int) -> None:
+    """Make one of several GPUs the current one of this process. Raises DeviceError where there are not so many."""
+    if number >= (count := torch.cuda.device_count()):
+        raise DeviceError(f"rank {number} of this machine needs a GPU of its own, and this process can use {count}")
+    torch.cuda.set_device(number)
+
+
 def gpu_problem() -> str | None:
     """Say in one line why there is no GPU to compute on, if there is none."""
     if not torch.cuda.is_available():

@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -27,6 +26,8 @@ from octavo.model.weights.destination import Destination
 
 _PATIENCE: Final = timedelta(minutes=30)
 """How long a rank waits for another in a collective. One that is gone is noticed at once."""
+_UNLIMITED: Final = timedelta(days=3650)
+"""How long a rank waits for the next step."""
 
 
 class RankError(Exception):
@@ -36,35 +37,39 @@ class RankError(Exception):
 class Ranks:
     """One rank's end of the collectives."""
 
-    def __init__(self, rendezvous: str, rank: int, size: int, gpu: int | None = None) -> None:
-        """Wait until all ranks are there; choose the GPU of this process.
+    def __init__(self, rendezvous: str, rank: int, size: int) -> None:
+        """Wait until all ranks are there.
 
-        rendezvous: a file of this machine that all can write and that was empty before; gpu: None computes on the CPU.
+        rendezvous: a file of this machine that all can write and that was empty before; or "", and the ranks find each
+        other by the environment's MASTER_ADDR and MASTER_PORT. Such ranks have a line from rank 0 to all others too.
         """
         self.rank = rank
         self.size = size
         self._device = CPU
-        if gpu is not None:
-            self._device = torch.device("cuda", gpu)
-            torch.cuda.set_device(self._device)
         self._logits = self._parts = torch.empty(0)
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if rendezvous:
+            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         distributed.init_process_group(
-            "gloo" if gpu is None else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{rendezvous}",
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"file://{rendezvous}" if rendezvous else "env://",
             rank=rank,
             world_size=size,
             timeout=_PATIENCE,
         )
-        _stop_listening()
+        self._line: Any = None
+        if rendezvous:
+            _stop_listening()
+        else:
+            self._line = distributed.new_group(backend="gloo", timeout=_UNLIMITED)
 
     @property
     def nbytes(self) -> int:
         """Bytes that were reserved."""
         return self._logits.nbytes + self._parts.nbytes
 
-    def reserve(self, rows: int, vocabulary: int, tokens: int, width: int) -> int:
+    def reserve(self, rows: int, vocabulary: int, tokens: int, width: int, device: torch.device) -> int:
         """Allocate what the collectives of a step work in; return its bytes. On a GPU sums are made in place."""
+        self._device = device
         self._logits = torch.zeros(rows, vocabulary, device=self._device)
         self._parts = torch.zeros((self.size + 1) * tokens * width if self._device == CPU else 0)
         return self.nbytes
@@ -128,6 +133,24 @@ class Ranks:
         if len(set(self._exchange(hashlib.sha256(repr(facts).encode()).digest()))) > 1:
             raise RankError(f"the ranks of the model differ: rank {self.rank} has {facts}")
 
+    def tell(self, message: bytes) -> None:
+        """Say something to all other ranks; rank 0 does. Raises RuntimeError where one is gone."""
+        distributed.broadcast(torch.tensor([len(message)]), 0, group=self._line)
+        if message:
+            distributed.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._line)
+
+    def hear(self) -> bytes:
+        """Wait for what rank 0 says next. Raises RankError where it is gone."""
+        length = torch.zeros(1, dtype=torch.int64)
+        try:
+            distributed.broadcast(length, 0, group=self._line)
+            message = torch.zeros(int(length), dtype=torch.uint8)
+            if len(message):
+                distributed.broadcast(message, 0, group=self._line)
+        except RuntimeError as error:
+            raise RankError("rank 0 of the model is gone") from error
+        return bytes(message.numpy())
+
     def _exchange(self, own: bytes) -> list[bytes]:
         """What each rank says: all of them equally many bytes."""
         said = list(torch.empty(self.size, len(own), dtype=torch.uint8))
@@ -166,26 +189,15 @@ def share_destinations(
 
 
 def _share(name: str, destination: Destination, whole: tuple[int, ...], rank: int) -> Destination:
-    own = destination.shape
+    own, load = destination.shape, destination.load
     if own[0] != whole[0]:
         first, end = (min(row, whole[0]) for row in (rank * own[0], (rank + 1) * own[0]))
         if padding := own[0] - (end - first):
-            destination.load(end - first, torch.zeros(padding, *own[1:]))
-        return Destination(whole, partial(_load_rows, destination.load, first), rows=(first, end))
+            load(end - first, torch.zeros(padding, *own[1:]))
+        return Destination(whole, lambda row, rows: load(row - first, rows), rows=(first, end))
     if own != whole:
-        return Destination(whole, partial(_load_columns, destination.load, slice(rank * own[1], (rank + 1) * own[1])))
+        columns = slice(rank * own[1], (rank + 1) * own[1])
+        return Destination(whole, lambda row, rows: load(row, rows[:, columns].contiguous()))
     if rank and name.endswith(".bias"):  # of W_O or W_down: added once, not by every rank
-        return Destination(whole, partial(_load_zeros, destination.load))
+        return Destination(whole, lambda row, rows: load(row, torch.zeros_like(rows)))
     return destination
-
-
-def _load_rows(load: Any, first: int, first_row: int, rows: Tensor) -> None:
-    load(first_row - first, rows)
-
-
-def _load_columns(load: Any, columns: slice, first_row: int, rows: Tensor) -> None:
-    load(first_row, rows[:, columns].contiguous())
-
-
-def _load_zeros(load: Any, first_row: int, rows: Tensor) -> None:
-    load(first_row, torch.zeros_like(rows))

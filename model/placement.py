@@ -32,6 +32,8 @@ class Placement:
     """None on a CPU."""
     ranks: int = 1
     """Degree of tensor parallelism."""
+    share: int = 1
+    """How many of the ranks share this machine's RAM."""
 
     @property
     def on_gpu(self) -> bool:
@@ -60,8 +62,8 @@ class Placement:
         return Gpu(self.device, self.workspaces, None if eager else CudaCapture(self.device))
 
 
-def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int = 1, *, fp8: bool) -> Placement:
-    """Choose the CPU's kernels; ranks share its cores.
+def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int, share: int, *, fp8: bool) -> Placement:
+    """Choose the CPU's kernels. share: how many ranks share this machine's cores and memory.
 
     Raises ValueError where a GPU's are asked for, or like load_kernels.
     """
@@ -70,8 +72,8 @@ def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int = 1, *, 
     if workspaces != Workspaces():
         flags = "--attention-prefill, --attention-decode and --kv-cache-dtype"
         raise ValueError(f"{flags} choose kernels of a GPU: use --device cuda, or leave them at their defaults")
-    threads = None if ranks == 1 else max(1, available_cores() // ranks)
-    return Placement(CPU, dtype, load_kernels(dtype, threads), None, ranks)
+    threads = None if share == 1 else max(1, available_cores() // share)
+    return Placement(CPU, dtype, load_kernels(dtype, threads), None, ranks, share)
 
 
 def place_on_gpu(

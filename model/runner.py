@@ -286,7 +286,8 @@ def build_runner(
     workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.table_entries)
     workspaces += kernels.threads * model.scratch_nbytes
     workspaces += padding_blocks * layout.block_bytes + (gpu.workspaces.library_bytes() if gpu else 0)
-    workspaces += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width) if ranks else 0
+    if ranks:
+        workspaces += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width, device)
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     destinations = model.destinations()
     if ranks:

@@ -36,7 +36,7 @@ class FrameEncoder:
     def __init__(self) -> None:
         self._frames = 0
 
-    def encode(self, message: msgspec.Struct) -> bytes:
+    def encode(self, message: ToEngine | FromEngine) -> bytes:
         """Return the next frame. Raises ProtocolError where it is too large."""
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MAX_FRAME_BYTES:

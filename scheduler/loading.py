@@ -14,7 +14,7 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.attention.flashinfer import float_workspace
 from octavo.model.config import ModelConfig
-from octavo.model.device import CPU, DeviceError, choose_device
+from octavo.model.device import CPU, DeviceError, choose_device, use_gpu
 from octavo.model.flashinfer_library import flashinfer_problem, kernels_problem
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cores import available_cores
@@ -32,6 +32,7 @@ from octavo.model.weights.headers import parameters
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.model.workspaces import Workspaces
+from octavo.scheduler.launch import find_launch
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.planning import (
     CPU_RUNTIME,
@@ -100,9 +101,12 @@ def load(
 def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     """Decide what to load, where, in which type and with which kernels. Allocates nothing; raises what `load` does."""
     device = choose_device(config.device, lambda: flashinfer_problem() or kernels_problem())
-    size = config.tensor_parallel_size
-    if device != CPU and size > max(1, count := torch.cuda.device_count()):
+    size, launch = config.tensor_parallel_size, find_launch(config.tensor_parallel_size)
+    if device != CPU and launch is None and size > max(1, count := torch.cuda.device_count()):
         raise DeviceError(f"--tensor-parallel-size {size} needs as many GPUs, and this process can use {count}")
+    if device != CPU and launch is not None:
+        use_gpu(launch.local_rank)
+        device = torch.device("cuda", launch.local_rank)
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=config.dtype != "auto")
     _check_division(checkpoint.config, size)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
@@ -110,7 +114,7 @@ def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     wanted = Workspaces(config.attention_prefill, config.attention_decode, fp8_cache=fp8_cache)
     try:
         if device == CPU:
-            return checkpoint, place_on_cpu(dtype, wanted, size, fp8=fp8)
+            return checkpoint, place_on_cpu(dtype, wanted, size, launch.local_size if launch else size, fp8=fp8)
         return checkpoint, place_on_gpu(device, dtype, checkpoint.config, config.block_size, wanted, size, fp8=fp8)
     except (ValueError, PermissionError) as error:  # an option, OCTAVO_KERNELS or OCTAVO_CACHE_DIR
         raise ConfigurationError(str(error)) from error
@@ -201,7 +205,7 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _En
 def _machine(placement: Placement) -> tuple[Machine, int]:
     """What there is to plan with, and the bytes that could be had at this moment."""
     if not placement.on_gpu:
-        return Machine(memory_capacity() // placement.ranks, available_cores()), available_memory() // placement.ranks
+        return Machine(memory_capacity() // placement.share, available_cores()), available_memory() // placement.share
     free, total = torch.cuda.mem_get_info(placement.device)
     return Machine(total - gpu_runtime(placement.ranks), available_cores(), on_gpu=True), free
 

@@ -29,8 +29,8 @@ class JSONFormatter(logging.Formatter):
 
 
 def formatter(log_format: str, source: str) -> logging.Formatter:
-    """Return what formats the lines of "server" or "engine"; `log_format` is "text" or "json"."""
+    """Return what formats the lines of "server", "engine" or a rank; `log_format` is "text" or "json"."""
     if log_format == "json":
         return JSONFormatter(source)
-    name = "engine: " if source == "engine" else ""
+    name = "" if source == "server" else f"{source}: "
     return logging.Formatter(f"%(asctime)s %(levelname)-7s {name}%(message)s", "%m-%d %H:%M:%S")

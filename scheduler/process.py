@@ -85,11 +85,11 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     # Imported late: with it comes torch, which takes seconds. Until then the process should be tied to its parent, and
     # engines that need no torch use the rest of this module.
-    from octavo.model.parallel import leave  # noqa: PLC0415
     from octavo.scheduler.ranks import Team  # noqa: PLC0415
 
-    code = serve(channel, Team().load)
-    leave(code)
+    team = Team()
+    code = serve(channel, team.load)
+    team.leave(code)
     return code
 
 

@@ -216,7 +216,7 @@ class EngineClient:
         while True:
             delay = self._obituary.delay()
             if delay is None:
-                raise EngineError(f"{error}, again and again")
+                raise EngineError(f"{error}{', again and again' * self._obituary.repeated}")
             await asyncio.sleep(delay)
             try:
                 process = await self._launch(lambda _: None)

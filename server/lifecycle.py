@@ -7,10 +7,12 @@ import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
+from octavo.scheduler.launch import find_launch
 from octavo.scheduler.messages import Loading, MemoryLine, Ready
 from octavo.server.access import AccessRules
 from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
@@ -53,7 +55,7 @@ class Daemon:
     ) -> None:
         """`policy`: when to replace the engine; by default what the settings say."""
         self._settings = settings
-        self._policy = policy or RestartPolicy(stall_seconds=settings.server.stall_timeout)
+        self._policy = policy or _restart_policy(settings)
         self._listener = listener
         self._command = command
         server = settings.server
@@ -192,6 +194,13 @@ def _start_tracing(endpoint: str | None, metrics: Metrics) -> "Tracing | None":
     tracing = Tracing.to(endpoint)
     metrics.observers.append(tracing.hear)
     return tracing
+
+
+def _restart_policy(settings: Settings) -> RestartPolicy:
+    policy = RestartPolicy(stall_seconds=settings.server.stall_timeout)
+    if find_launch(settings.engine.tensor_parallel_size) is None:
+        return policy
+    return replace(policy, deaths=0)  # its ranks end with an engine, and only their launcher can start others
 
 
 async def _log_activity(client: EngineClient) -> None:

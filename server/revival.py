@@ -50,6 +50,11 @@ class Obituary(Generic[Request]):
         return bool(self._suspects)
 
     @property
+    def repeated(self) -> bool:
+        """Whether engines have died more than once lately."""
+        return len(self._deaths) > 1
+
+    @property
     def suspect(self) -> Request | None:
         """The only one whom an engine should be given now; None: everybody."""
         return self._suspects[0] if self._suspects else None

@@ -34,7 +34,7 @@ from octavo.server.cli import main
 from octavo.server.client import EngineClient
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-SIZES = (2, 2, 4, 4)
+SIZES = (2, 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_the_logits_of_a_divided_model_are_the_whole_ones_on_every_rank_and_in_e
     _, runner, _ = load(engine_config(model, 1))
     whole = logits_of(runner, TOKENS).numpy()
     assert np.abs(whole).max() > 0.1
-    for size, runs in ((2, (0, 1)), (4, (2, 3))):
+    for size, runs in ((2, (0, 1)), (4, (2,))):
         found = [np.load(ranks / f"{run}-{rank}.npy") for run in runs for rank in range(size)]
         np.testing.assert_allclose(found[0], whole, rtol=0, atol=1e-5)
         for logits in found[1:]:
