@@ -119,21 +119,16 @@ def step_areas(
 
 
 def arena_layout(
-    config: ModelConfig,
-    max_tokens: int,
-    max_rows: int,
-    element_bytes: int,
-    ranks: int = 1,
-    *,
-    gate_in_place: bool = True,
-    fp8: bool = False,
+    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1, **options: bool
 ) -> ArenaLayout:
-    """Place the areas in the order they are listed, each at the lowest offset free at all of its points.
+    """Place the areas of `step_areas`, whose options these are, in the order they are listed.
+
+    Each goes to the lowest offset that is free at all of its points.
 
     For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
     size is the load of the fullest point.
     """
-    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, gate_in_place=gate_in_place, fp8=fp8)
+    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, **options)
     offsets: dict[str, int] = {}
     for area in areas:
         rivals = [other for other in areas if other.name in offsets and other.points & area.points]
@@ -144,14 +139,7 @@ def arena_layout(
 
 @lru_cache(maxsize=4096)
 def bytes_in_use(
-    config: ModelConfig,
-    tokens: int,
-    rows: int,
-    element_bytes: int,
-    ranks: int = 1,
-    *,
-    gate_in_place: bool = True,
-    fp8: bool = False,
+    config: ModelConfig, tokens: int, rows: int, element_bytes: int, ranks: int = 1, **options: bool
 ) -> int:
     """Bytes that a step of so many tokens and rows of logits fills at its fullest point; 0 for a step without tokens.
 
@@ -159,7 +147,7 @@ def bytes_in_use(
     """
     if not tokens:
         return 0
-    areas = step_areas(config, tokens, rows, element_bytes, ranks, gate_in_place=gate_in_place, fp8=fp8)
+    areas = step_areas(config, tokens, rows, element_bytes, ranks, **options)
     return load(areas, range(_SAMPLE + 1))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from octavo.model.config_keys import refuse_unknown_keys, refuse_unknown_rope_keys
 from octavo.model.fields import Fields
+from octavo.model.quantization import stores_fp8
 from octavo.model.weights.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -70,6 +71,8 @@ class ModelConfig:
     """The checkpoint's own dtype; of a quantised one, what it is widened to."""
     quantised: Mapping[str, str] = field(default_factory=dict, hash=False)
     """GGUF type of every matrix that can be kept in its quantised blocks, by its Hugging Face name."""
+    stored_fp8: bool = False
+    """Whether the checkpoint has the matrices of the blocks as 8-bit floats, with a scale for each row."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
@@ -130,6 +133,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             sliding_window=_hugging_face_window(fields, architecture, layers),
             dtype=_hugging_face_dtype(fields),
+            stored_fp8=stores_fp8(fields),
             eos_ids=tuple(dict.fromkeys(ends)),
             bos_id=next(iter(fields.token_ids("bos_token_id", vocabulary)), None),
         )
@@ -188,8 +192,6 @@ def _hugging_face_architecture(fields: Fields) -> str:
     if not names or names[0] not in SUPPORTED_ARCHITECTURES:
         found = repr(names[0])[:80] if names else "missing"
         raise fields.error("architectures", f"is {found}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
-    if fields.values.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "is not supported; use an unquantised checkpoint or a GGUF file")
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", "is not supported; only silu is")
     return names[0]

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -194,10 +195,10 @@ def _share(name: str, destination: Destination, whole: tuple[int, ...], rank: in
         first, end = (min(row, whole[0]) for row in (rank * own[0], (rank + 1) * own[0]))
         if padding := own[0] - (end - first):
             load(end - first, torch.zeros(padding, *own[1:]))
-        return Destination(whole, lambda row, rows: load(row - first, rows), rows=(first, end))
+        return replace(destination, shape=whole, load=lambda row, rows: load(row - first, rows), rows=(first, end))
     if own != whole:
         columns = slice(rank * own[1], (rank + 1) * own[1])
-        return Destination(whole, lambda row, rows: load(row, rows[:, columns].contiguous()))
+        return replace(destination, shape=whole, load=lambda row, rows: load(row, rows[:, columns].contiguous()))
     if rank and name.endswith(".bias"):  # of W_O or W_down: added once, not by every rank
         return Destination(whole, lambda row, rows: load(row, torch.zeros_like(rows)))
     return destination

@@ -103,11 +103,12 @@ def place_on_gpu(
 
 def _validate_fp8(dtype: torch.dtype, config: ModelConfig, capability: tuple[int, int]) -> None:
     """Raise ValueError for what torch's products of 8-bit floats do not know."""
+    what = "matrices in 8-bit floats (--quantization fp8, or a checkpoint of such)"
     if dtype != torch.bfloat16:
-        raise ValueError(f"--quantization fp8 adds in bfloat16, not in {dtype}: leave --dtype at auto")
+        raise ValueError(f"{what} are multiplied in bfloat16, not in {dtype}: leave --dtype at auto")
     if capability < FIRST_WITH_FP8:
-        raise ValueError("--quantization fp8 needs a GPU of compute capability 8.9 or higher: leave it at auto")
+        raise ValueError(f"{what} need a GPU of compute capability 8.9 or higher")
     for matrix in BlockMatrices.of(config, 0).all():
         rows, columns = matrix.out_features, matrix.in_features
         if rows % MULTIPLE or columns % MULTIPLE:
-            raise ValueError(f"--quantization fp8: {MULTIPLE} does not divide the sides of a {rows} x {columns} matrix")
+            raise ValueError(f"{what}: {MULTIPLE} does not divide the sides of a {rows} x {columns} matrix")

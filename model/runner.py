@@ -32,7 +32,7 @@ from octavo.model.slots import SlotTable
 from octavo.model.step import Pending, Row, RowResult, Step, StepResult
 from octavo.model.transformer import Transformer
 from octavo.model.weights.checkpoint import Checkpoint, load_weights
-from octavo.model.weights.headers import tensor_shapes
+from octavo.model.weights.headers import stored_shapes
 
 IntArray = NDArray[np.int64]
 
@@ -291,7 +291,7 @@ def build_runner(
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
     destinations = model.destinations()
     if ranks:
-        destinations = share_destinations(destinations, tensor_shapes(checkpoint.config), ranks.rank)
+        destinations = share_destinations(destinations, stored_shapes(checkpoint.config), ranks.rank)
     digest = load_weights(checkpoint, destinations, progress)
     scratch = RowScratch.of(arena, vocabulary)
     if gpu:

@@ -6,8 +6,10 @@ from functools import partial
 from torch import Tensor
 
 from octavo.model.kernels import Kernels, Linear
+from octavo.model.kernels.fp8 import Fp8Linear
 from octavo.model.matrices import FusedMatrix
 from octavo.model.weights import Destination
+from octavo.model.weights.destination import STORED_FP8
 
 
 class StackedLinear:
@@ -71,17 +73,29 @@ def fused_linear(kernels: Kernels, matrix: FusedMatrix, quantised: Mapping[str, 
 
 
 def destinations(
-    linear: Linear, matrix: FusedMatrix, quantised: Mapping[str, str]
+    linear: Linear, matrix: FusedMatrix, quantised: Mapping[str, str], *, stored_fp8: bool = False
 ) -> Iterator[tuple[str, Destination]]:
-    """Where the tensors of a matrix go in its Linear."""
+    """Where the tensors of a matrix go in its Linear.
+
+    stored_fp8: they are 8-bit floats. Only a Linear of such takes them, and their scales, as they are.
+    """
+    scaled = linear if stored_fp8 and isinstance(linear, Fp8Linear) else None
     first = 0
     for name, rows in matrix.parts:
         tensor = name + ".weight"
         load = partial(_shifted, linear.load, first)
-        yield tensor, Destination((rows, matrix.in_features), load, quantised.get(tensor, ""))
+        kind = quantised.get(tensor, "") if scaled is None else STORED_FP8
+        yield tensor, Destination((rows, matrix.in_features), load, kind)
+        if stored_fp8:
+            load_scales = unwanted if scaled is None else partial(_shifted, scaled.load_scales, first)
+            yield name + ".weight_scale", Destination((rows,), load_scales)
         if matrix.bias:
             yield name + ".bias", Destination((rows,), partial(_shifted, linear.load_bias, first))
         first += rows
+
+
+def unwanted(_first: int, _rows: Tensor) -> None:
+    """Load nothing: a tensor of the checkpoint that this model has no use for."""
 
 
 def _shifted(load: Callable[[int, Tensor], None], offset: int, first: int, rows: Tensor) -> None:

@@ -96,6 +96,7 @@ class Block:
         self._prefix = f"model.layers.{layer}."
         self._quantised = kept_quantised(config, panels=kernels.panels)
         self._matrices = BlockMatrices.of(config, layer)
+        self._stored_fp8 = config.stored_fp8
         numbers = "" if kernels.fp8 is None else FP8_KIND
         linear = partial(fused_linear, kernels, quantised=self._quantised, numbers=numbers)
         self.attention_norm = norm(config.width)
@@ -142,7 +143,7 @@ class Block:
     def destinations(self) -> Iterator[tuple[str, Destination]]:
         """Where the checkpoint's tensors go, by their Hugging Face names."""
         for linear, matrix in zip(self.linears(), self._matrices.all(), strict=True):
-            yield from destinations(linear, matrix, self._quantised)
+            yield from destinations(linear, matrix, self._quantised, stored_fp8=self._stored_fp8)
         yield _vector(self._prefix + "input_layernorm.weight", self.attention_norm)
         yield _vector(self._prefix + "post_attention_layernorm.weight", self.feed_forward_norm)
         if self.q_norm is not None and self.k_norm is not None:

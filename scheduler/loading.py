@@ -75,7 +75,7 @@ def load(
     started = time.monotonic()
     checkpoint, chosen = choose(config)
     kernels = chosen.kernels
-    if checkpoint.config.quantised and not kernels.panels:
+    if (checkpoint.config.quantised and not kernels.panels) or (checkpoint.config.stored_fp8 and kernels.fp8 is None):
         _log.warning("the quantised weights are widened to %s: these kernels cannot use them as they are", chosen.dtype)
     engine = _plan(config, checkpoint.config, chosen)
     ledger = MemoryLedger(engine.plan)
@@ -110,7 +110,8 @@ def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
     checkpoint = open_checkpoint(locate(config.model), config.load_format, config.seed, widen=config.dtype != "auto")
     _check_division(checkpoint.config, size)
     dtype = choose_dtype(config.dtype, on_gpu=device != CPU)
-    fp8_cache, fp8 = config.kv_cache_dtype == "fp8_e4m3", config.quantization == "fp8"
+    fp8 = config.quantization == "fp8" or (checkpoint.config.stored_fp8 and device != CPU)
+    fp8_cache = config.kv_cache_dtype == "fp8_e4m3"
     wanted = Workspaces(config.attention_prefill, config.attention_decode, fp8_cache=fp8_cache)
     try:
         if device == CPU:

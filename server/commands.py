@@ -145,7 +145,7 @@ def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
         device=device,
         devices=devices,
         dtype=dtype,
-        fp8=engine.quantization == FP8_KIND,
+        fp8=engine.quantization == FP8_KIND or (model.stored_fp8 and device is not None),
         workspaces=Workspaces(fp8_cache=engine.kv_cache_dtype == FP8_CACHE),
         panels=device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
         users=_number("--users", parsed.users, 4096),

@@ -56,12 +56,7 @@ SETTINGS = (
         "quantization", MODEL, word, "auto", "fp8 rounds the blocks' matrices to 8 bits (GPU).", choices=("auto", "fp8")
     ),
     Setting(
-        "kv_cache_dtype",
-        MODEL,
-        word,
-        "auto",
-        "Type of the KV cache: that of activations, or 8 bits (GPU).",
-        choices=("auto", "fp8_e4m3"),
+        "kv_cache_dtype", MODEL, word, "auto", "fp8_e4m3 keeps K and V in 8 bits (GPU).", choices=("auto", "fp8_e4m3")
     ),
     Setting(
         "max_model_len",

@@ -51,9 +51,19 @@ class Fp8Linear(UnpackedLinear):
         return super().nbytes + self._scales.nbytes
 
     def load(self, first_row: int, weight: Tensor) -> None:
-        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, each with its own scale."""
+        """Store weight [rows, in_features], any float dtype, at rows first_row .. of W, each with its own scale.
+
+        What is in 8 bits already is kept as it is, and has scales of its own: see load_scales.
+        """
         rows = slice(first_row, first_row + weight.shape[0])
+        if weight.dtype == FP8:
+            self._weight[rows].copy_(weight)
+            return
         round_rows(weight.to(self._weight.device), self._weight[rows], self._scales[0, rows, None])
+
+    def load_scales(self, first_row: int, scales: Tensor) -> None:
+        """Store the scales [rows] of rows first_row .. that were in 8 bits."""
+        self._scales[0, first_row : first_row + scales.shape[0]].copy_(scales)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Compute out, bfloat16 [tokens, out_features] and contiguous, from x [tokens, in_features]."""

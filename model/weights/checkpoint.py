@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.configuration import read_config
-from octavo.model.weights.destination import Destination
+from octavo.model.weights.destination import STORED_FP8, Destination
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_checkpoint import GGUFCheckpoint
 from octavo.model.weights.headers import check_format, check_shapes, source_of, tensor_shapes
@@ -74,7 +75,7 @@ class RandomCheckpoint:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        self.config = read_config(path).widened()
+        self.config = replace(read_config(path).widened(), stored_fp8=False)
         self.seed = seed
         self.shapes = tensor_shapes(self.config)
         self.files: dict[str, Path] = {}
@@ -137,6 +138,8 @@ def load_weights(
 
 def _is_finite(part: Tensor) -> bool:
     """Whether no number is infinite or NaN: with one, every answer would be an error. Such a sum is rare."""
+    if part.dtype.itemsize == 1:
+        part = part.float()
     return bool(part.sum().isfinite()) or bool(part.isfinite().all())
 
 
@@ -154,5 +157,5 @@ def _row_bytes(destination: Destination, itemsize: int) -> int:
     row_size = math.prod(destination.shape[1:])
     if not destination.quantised:
         return itemsize * row_size
-    elements, block_bytes = QUANTISED[destination.quantised]
+    elements, block_bytes = (1, 1) if destination.quantised == STORED_FP8 else QUANTISED[destination.quantised]
     return row_size // elements * block_bytes

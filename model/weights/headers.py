@@ -36,12 +36,34 @@ def check_headers(path: Path, load_format: str) -> None:
         return
     files: Mapping[str, Path] = {}
     if path.is_dir():
-        shapes, files = read_headers(path)
+        shapes, files = directory_headers(path, config)
     else:
         file = GGUFFile(path)
         config = gguf_config(file)
         shapes = {hugging_face_name(name): tensor.shape for name, tensor in file.tensors.items()}
-    check_shapes(path, files, shapes, tensor_shapes(config), tied=config.tied_embeddings)
+    check_shapes(path, files, shapes, stored_shapes(config), tied=config.tied_embeddings)
+
+
+def directory_headers(path: Path, config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
+    """Shapes and files of a directory's tensors. A scale of a whole matrix counts as the same one for each row."""
+    scales = scale_shapes(config)
+    shapes, files = read_headers(path, {name.removesuffix("_scale") for name in scales})
+    for name, (rows,) in scales.items():
+        if shapes.get(name) in ((), (1,), (rows, 1)):
+            shapes[name] = (rows,)
+    return shapes, files
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint: those of the architecture, and scales where it has them."""
+    return tensor_shapes(config) | scale_shapes(config)
+
+
+def scale_shapes(config: ModelConfig) -> dict[str, tuple[int]]:
+    """The scales of 8-bit floats beside a checkpoint's tensors: a number for each row of a matrix."""
+    layers = range(config.layers if config.stored_fp8 else 0)
+    matrices = (matrix for layer in layers for matrix in BlockMatrices.of(config, layer).all())
+    return {f"{name}.weight_scale": (rows,) for matrix in matrices for name, rows in matrix.parts}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

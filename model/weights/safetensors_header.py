@@ -7,7 +7,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,17 +18,22 @@ from octavo.model.weights.errors import CheckpointError
 MAX_HEADER_BYTES = 16 << 20
 """A hundred times the header of a shard of a large model."""
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FP8_BYTES = {"F8_E4M3": 1}
+"""Of the matrices that the configuration says are in 8 bits, and of no other tensor."""
 MAX_DIMENSIONS = 8
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"\w[\w. -]{0,200}\.safetensors", re.ASCII)
 
 
-def read_headers(directory: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
-    """Shapes of all tensors of a directory's checkpoint, and the file each lies in. Raises CheckpointError."""
+def read_headers(directory: Path, fp8: Collection[str] = ()) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
+    """Shapes of all tensors of a directory's checkpoint, and the file each lies in. Raises CheckpointError.
+
+    fp8: the tensors that must hold 8-bit floats; no other may.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
     for file in _shards(directory):
-        for name, shape in read_header(file).items():
+        for name, shape in read_header(file, fp8).items():
             if name in shapes:
                 raise CheckpointError(f"{file}: tensor {name[:100]!r} is also in {files[name].name}")
             shapes[name] = shape
@@ -73,7 +78,7 @@ def _without_safetensors(directory: Path) -> str:
     return f"neither model.safetensors nor {INDEX}"
 
 
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+def read_header(file: Path, fp8: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a file's tensors, each checked to be loadable and to lie within the file."""
     try:
         with file.open("rb") as stream:
@@ -91,7 +96,8 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: damaged: the header is not an object")
     header.pop("__metadata__", None)
-    ends = {name: _checked_end(file, name, info) for name, info in header.items()}
+    sizes = {name: FP8_BYTES if name in fp8 else ELEMENT_BYTES for name in header}
+    ends = {name: _checked_end(file, name, info, sizes[name]) for name, info in header.items()}
     for name, end in ends.items():
         if 8 + length + end > size:
             raise CheckpointError(
@@ -104,7 +110,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"{file}: damaged: {error}") from error
 
 
-def _checked_end(file: Path, name: str, info: object) -> int:
+def _checked_end(file: Path, name: str, info: object, sizes: Mapping[str, int]) -> int:
     """The end of one tensor's bytes in the data section, once its entry is known to be sound."""
     problem = CheckpointError(f"{file}: damaged: the entry of tensor {name[:100]!r} is not sound")
     if not isinstance(info, Mapping):
@@ -113,12 +119,10 @@ def _checked_end(file: Path, name: str, info: object) -> int:
     shape, offsets = _whole_numbers(info.get("shape")), _whole_numbers(info.get("data_offsets"))
     if shape is None or len(shape) > MAX_DIMENSIONS or offsets is None or len(offsets) != 2:
         raise problem
-    if dtype not in ELEMENT_BYTES:
-        raise CheckpointError(
-            f"{file}: tensor {name[:100]!r} has dtype {dtype[:20]}; supported: {', '.join(ELEMENT_BYTES)}"
-        )
+    if dtype not in sizes:
+        raise CheckpointError(f"{file}: tensor {name[:100]!r} has dtype {dtype[:20]}; supported: {', '.join(sizes)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:
+    if end - begin != math.prod(shape) * sizes[dtype]:
         raise problem
     return end
 

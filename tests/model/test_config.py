@@ -174,7 +174,7 @@ REFUSED = [
     (LLAMA, {"architectures": None}, "architectures is missing"),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "list of strings"),
     (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, "list of strings"),
-    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported"),
+    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method is 'gptq'"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
     (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
     (LLAMA, {"hidden_size": "4096"}, "hidden_size is '4096'; expected a whole number"),

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from support import ggml_blocks
 from transformers import (
     LlamaConfig,
@@ -89,6 +90,51 @@ def edit_config(directory: Path, **changes: Any) -> None:
     file = directory / "config.json"
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+"""As llm-compressor writes it for its scheme FP8_DYNAMIC."""
+
+
+def write_fp8(
+    directory: Path,
+    model: PreTrainedModel,
+    *,
+    per_tensor: bool = False,
+    quantization: dict[str, Any] = COMPRESSED_TENSORS,
+) -> dict[str, torch.Tensor]:
+    """Save the model with the matrices of its blocks in 8-bit floats, beside bfloat16 scales of rows or of a whole one.
+
+    Returns the numbers that this means, by name; float32 holds them exactly.
+    """
+    model.save_pretrained(directory)
+    stored, meant = {}, {}
+    for name, parameter in model.state_dict().items():
+        stored[name] = meant[name] = parameter.contiguous()
+        if "_proj.weight" in name:
+            largest = parameter.float().abs().amax() if per_tensor else parameter.float().abs().amax(1, keepdim=True)
+            scale = (largest / 448).bfloat16()
+            stored[name] = (parameter.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scale
+            meant[name] = stored[name].float() * scale.float()
+    if model.config.tie_word_embeddings:
+        del stored["lm_head.weight"], meant["lm_head.weight"]
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    edit_config(directory, quantization_config=quantization)
+    return meant
 
 
 GGUF_NAMES = {
