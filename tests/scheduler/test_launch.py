@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import httpx
 import pytest
 from support.checkpoints import tiny_model
 from support.octavo_command import octavo, only_error
+from support.tools import free_port
 from support.vocabularies import byte_level_backend
 
 from octavo.model.step import SamplingParams
@@ -46,11 +46,6 @@ def expected(model: Path) -> list[int | None]:
     while (step := scheduler.schedule()) is not None:
         tokens += [event.token for event in scheduler.commit(step, runner.submit(step).wait())]
     return tokens
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextmanager
