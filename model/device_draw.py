@@ -69,6 +69,17 @@ def most_likely_rows(values: Tensor, count: int) -> Tensor:
     return ranked.values & _ID_BITS
 
 
+def rank_rows(ids: Tensor, values: Tensor) -> Tensor:
+    """Return the places of ids [rows] among all of their rows, as draw.rank_of counts them: int64 [rows, 1].
+
+    values: float32 [rows, vocabulary].
+    """
+    ids = ids.long()[:, None]
+    own = values.gather(1, ids)
+    before = (values == own).logical_and_(torch.arange(values.shape[1], device=values.device) < ids)
+    return before.logical_or_(values > own).sum(dim=1, keepdim=True).add_(1)
+
+
 def _index(rows: Rows, like: Tensor) -> Tensor:
     return to_device(np.asarray(rows, dtype=np.int64), like.device)
 

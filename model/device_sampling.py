@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.model.device_draw import draw_rows, draw_truncated_rows, most_likely_rows, put_rows, take_rows
+from octavo.model.device_draw import draw_rows, draw_truncated_rows, most_likely_rows, put_rows, rank_rows, take_rows
 from octavo.model.draw import largest
 from octavo.model.philox import uniforms
 from octavo.model.sampling import Report, Sampled, Sampler, greedy, not_finite
@@ -75,9 +75,9 @@ def _reports(logprobs: Tensor, rows: IntArray, tokens: Tensor, alternatives: Int
     width = min(int(alternatives.max()), logprobs.shape[1])
     ids = most_likely_rows(logprobs, width) if width else logprobs[:, :0].long()
     chosen, top = logprobs.gather(1, tokens.long()[:, None]), logprobs.gather(1, ids)
-    narrow = ids.int()
+    ranks, narrow = rank_rows(tokens, logprobs), ids.int()
     counts = np.minimum(alternatives, logprobs.shape[1]).tolist()
     return [
-        Report(row, chosen[index], narrow[index, :count], top[index, :count])
+        Report(row, chosen[index], ranks[index], narrow[index, :count], top[index, :count])
         for index, (row, count) in enumerate(zip(rows.tolist(), counts, strict=True))
     ]

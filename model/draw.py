@@ -101,6 +101,16 @@ def most_likely(values: Tensor, count: int, scratch: RowScratch) -> Tensor:
     return keys[:count].bitwise_and_(_ID_BITS)
 
 
+def rank_of(token: int, values: Tensor, scratch: RowScratch) -> Tensor:
+    """Return the place of a token among all, the largest value first and equal values by id, from 1: int64 [1].
+
+    values: float32 [vocabulary], none of them in scratch.flags.
+    """
+    flags, own = scratch.flags, values[token]
+    equal = torch.eq(values[:token], own, out=flags[:token]).count_nonzero()
+    return torch.gt(values, own, out=flags).count_nonzero().add_(equal + 1)[None]
+
+
 def ranking_keys(values: Tensor, scratch: RowScratch) -> Tensor:
     """Return distinct integers that ascend where values descend and, among equals, where ids ascend: int64."""
     vocabulary, words = len(values), scratch.ranked.view(torch.int32)

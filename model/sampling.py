@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.device import Fence, Lander
-from octavo.model.draw import RowScratch, draw, draw_truncated, largest, most_likely
+from octavo.model.draw import RowScratch, draw, draw_truncated, largest, most_likely, rank_of
 from octavo.model.penalties import penalise_occurrence, penalise_repetition
 from octavo.model.philox import uniforms
 from octavo.model.slots import IntArray, Record, Records, SlotTable
@@ -31,6 +31,8 @@ class Report:
     row: int
     logprob: Tensor
     """float32 [1]: of the row's token."""
+    rank: Tensor
+    """int64 [1]: one more than there are likelier tokens, or equally likely ones with lower ids."""
     top_ids: Tensor
     """int32 [alternatives], most likely first."""
     top_logprobs: Tensor
@@ -50,10 +52,10 @@ class Sampled:
 
     def to_host(self, lander: Lander) -> tuple["Sampled", Fence]:
         """Queue copies to the host. They are complete once the fence is passed."""
-        parts = [(report.logprob, report.top_ids, report.top_logprobs) for report in self.reports]
+        parts = [(report.logprob, report.rank, report.top_ids, report.top_logprobs) for report in self.reports]
         landing = lander.land((self.tokens, self.failed, *(tensor for part in parts for tensor in part)))
         tokens, failed, *rest = landing.tensors
-        reports = (Report(report.row, *rest[3 * number : 3 * number + 3]) for number, report in enumerate(self.reports))
+        reports = (Report(report.row, *rest[4 * number : 4 * number + 4]) for number, report in enumerate(self.reports))
         return Sampled(tokens, failed, tuple(reports)), landing.fence
 
     def results(self) -> list[RowResult]:
@@ -72,6 +74,7 @@ class Sampled:
         return TokenLogprobs(
             token=int(self.tokens[report.row]),
             logprob=float(report.logprob),
+            rank=int(report.rank),
             top=tuple(zip(report.top_ids.tolist(), report.top_logprobs.tolist(), strict=True)),
         )
 
@@ -128,7 +131,9 @@ class Sampler:
         """Look up the row's token and its rivals in scratch.logprobs."""
         logprobs, count = self._scratch.logprobs, min(alternatives, len(self._scratch.logprobs))
         ids = most_likely(logprobs, count, self._scratch) if count else self._scratch.keys[:0]
-        return Report(row, logprobs.gather(0, tokens[row : row + 1].long()), ids.int(), logprobs.gather(0, ids))
+        logprob = logprobs.gather(0, tokens[row : row + 1].long())
+        rank = rank_of(int(tokens[row]), logprobs, self._scratch)
+        return Report(row, logprob, rank, ids.int(), logprobs.gather(0, ids))
 
     def _draw(self, logits: Tensor, record: Record, noise: float) -> Tensor:
         """Draw a token from one row [vocabulary]: int64 [1]. min_p alone needs no ranking."""

@@ -110,6 +110,8 @@ class TokenLogprobs:
 
     token: int
     logprob: float
+    rank: int
+    """1 for the likeliest token of the vocabulary; of equal ones, the lower id is before the other."""
     top: tuple[tuple[int, float], ...] = ()
     """(token, log-probability), most likely first, ties by lower id."""
 

@@ -28,17 +28,13 @@ class TokenNames:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], alternatives: int) -> list[Any]:
-    """vLLM's `prompt_logprobs`: null for the first token, then the token and the likeliest ones by id.
-
-    The rank of a token that is not among the likeliest is not known, and null.
-    """
+    """vLLM's `prompt_logprobs`: null for the first token, then the token and the likeliest ones by id."""
     return [None, *(_ranked(tokenizer, entry, alternatives) for entry in entries)]
 
 
 def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs, alternatives: int) -> dict[str, Any]:
-    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top, 1)}
-    shown = {entry.token: ranks.get(entry.token, (None, entry.logprob))}
-    shown |= {token: ranks[token] for token, _ in entry.top[:alternatives]}
+    shown = {entry.token: (entry.rank, entry.logprob)}
+    shown |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[:alternatives], 1)}
     return {
         str(token): {
             "logprob": max(logprob, UNLIKELY),

@@ -337,6 +337,27 @@ def test_alternatives_with_equal_logprobs_come_by_id() -> None:
     assert all(value == pytest.approx(-math.log(3000), abs=1e-6) for _, value in tops[0])
 
 
+@pytest.mark.parametrize("alternatives", [0, 3, 20])
+def test_the_rank_of_a_token_is_exact_whether_or_not_it_is_reported(alternatives: int) -> None:
+    logits = normal_logits(60, 700)
+    logits[1::2] = logits[1::2].round()
+    targets = [*logits[:10].argmax(axis=1).tolist(), *range(100, 600, 10)]
+    exact = torch.from_numpy(logits).double().log_softmax(dim=1).tolist()
+
+    def rank(row: int, token: int) -> int:
+        return 1 + sum((value, -rival) > (exact[row][token], -token) for rival, value in enumerate(exact[row]))
+
+    expected = [rank(row, target) for row, target in enumerate(targets)]
+    results = score(logits, SamplingParams(prompt_logprobs=alternatives), targets).results()
+    assert [result.logprobs and result.logprobs.rank for result in results] == expected
+    assert expected[:10] == [1] * 10
+    assert max(expected) > 600
+    cases = [Case(SamplingParams(seed=row, temperature=3.0, logprobs=alternatives)) for row in range(60)]
+    for row, result in enumerate(run(logits.copy(), cases).results()):
+        assert result.logprobs is not None
+        assert result.logprobs.rank == rank(row, result.logprobs.token)
+
+
 def test_more_alternatives_than_tokens_report_every_token() -> None:
     result = run(np.array([[0.0, 2.0, 1.0]], dtype=np.float32), [Case(replace(GREEDY, logprobs=9))]).results()[0]
     assert result.logprobs is not None

@@ -68,7 +68,7 @@ TO_ENGINE: list[ToEngine] = [
     Abort(request=1, reason="stop"),
     Shutdown(),
 ]
-LOGPROBS = TokenLogprobs(token=5, logprob=float("-inf"), top=((5, -0.5), (6, -1.25)))
+LOGPROBS = TokenLogprobs(token=5, logprob=float("-inf"), rank=3, top=((5, -0.5), (6, -1.25)))
 FROM_ENGINE: list[FromEngine] = [
     READY,
     StepReport(

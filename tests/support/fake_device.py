@@ -31,7 +31,8 @@ def token_logprobs(token: int, likeliest: int, alternatives: int, vocabulary: in
         return math.log((vocabulary + 1) / (vocabulary * (rank + 1) * (rank + 2)))
 
     top = tuple(((likeliest + rank) % vocabulary, logprob(rank)) for rank in range(alternatives))
-    return TokenLogprobs(token, logprob((token - likeliest) % vocabulary), top)
+    rank = (token - likeliest) % vocabulary
+    return TokenLogprobs(token, logprob(rank), rank + 1, top)
 
 
 @dataclass(slots=True)
