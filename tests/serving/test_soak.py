@@ -53,7 +53,8 @@ def test_requests_to_a_scripted_engine_in_virtual_time(monkeypatch: pytest.Monke
     assert soak.checker.found == Counter(), soak.checker.examples
     assert soak.checker.finished.total() == REQUESTS
     assert set(soak.faults) == set(FAULTS)
-    assert min(soak.preemptions, soak.pauses) > REQUESTS / 1000
+    assert soak.preemptions > REQUESTS / 1000
+    assert soak.pauses > soak.faults["slow reader"] / 2
     assert soak.now > REQUESTS * STEP_SECONDS / 10
     if REQUESTS >= ENOUGH_TO_MEASURE:
         warm = next(number for number, requests in enumerate(soak.measured) if requests > WARM_UP)
