@@ -183,6 +183,7 @@ def changes(question: Question, most: int = 3) -> list[tuple[str, Forecast]]:
 def _candidates(question: Question) -> Iterator[tuple[str, Forecast]]:
     """One change after another, each no larger than it has to be."""
     yield from _smaller_settings(question)
+    yield from _larger_budgets(question)
     if question.dtype == "float32":
         yield _try(replace(question, dtype="bfloat16"), "--dtype bfloat16")
     if question.device is None:
@@ -220,6 +221,24 @@ def _smaller_settings(question: Question) -> Iterator[tuple[str, Forecast]]:
         yield from _first(
             _try(replace(question, users=users), f"--users {users}") for users in _halves(question.users, 1)
         )
+
+
+def _larger_budgets(question: Question) -> Iterator[tuple[str, Forecast]]:
+    """Where a budget was given: the smallest that fits, and the smallest for requests of full length."""
+    engine = question.engine
+    if engine.memory is None and engine.gpu_memory_utilization is None:
+        return
+    asked = question.context or engine.max_model_len
+    lengths = (asked,) if asked else (engine.block_size, question.model.max_context)
+    needed = (engine.kv_blocks or (question.users or 1) * -(-length // engine.block_size) for length in lengths)
+    instead = "" if engine.gpu_memory_utilization is None else " instead of --gpu-memory-utilization"
+    capacity = _machine(question).capacity
+    whole = _with(question, memory=capacity, gpu_memory_utilization=None)
+    empty = plan_without_pool(_engine(whole), question.model, question.formats, _machine(question)).memory
+    for blocks in dict.fromkeys(needed):
+        budget = empty.fixed + blocks * empty.block_bytes
+        if budget <= capacity:
+            yield _try(_with(whole, memory=budget), f"--memory {budget}{instead}")
 
 
 def _more_devices(question: Question, prefix: str = "") -> Iterator[tuple[str, Forecast]]:

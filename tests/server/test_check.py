@@ -62,6 +62,27 @@ def test_memory_that_does_not_suffice_is_exit_code_64_with_changes_that_would(mo
     assert any(line.startswith("It does not fit") for line in checked)
 
 
+@pytest.mark.parametrize("options", [[], ["--max-model-len", "48"], ["--max-num-seqs", "3", "--kv-blocks", "7"]])
+def test_a_budget_far_too_small_is_answered_with_the_smallest_that_fits(
+    options: list[str], model: str, capsys: Capture
+) -> None:
+    checked = lines(capsys, model, *options, "--memory", "10k", code=64)
+    budgets = [int(line.split()[1].rstrip(":")) for line in checked if line.startswith("  --memory ")]
+    assert len(budgets) == (1 if options else 2)
+    for budget in budgets:
+        lines(capsys, model, *options, "--memory", str(budget))
+    lines(capsys, model, *options, "--memory", str(budgets[0] - 1), code=64)
+    full = lines(capsys, model, "--memory", str(budgets[-1])) if not options else []
+    assert not any("is lowered" in line for line in full)
+
+
+def test_a_share_far_too_small_is_answered_with_a_budget_to_give_instead(model: str, capsys: Capture) -> None:
+    checked = lines(capsys, model, "--gpu-memory-utilization", "0.000001", code=64)
+    change, _, _ = next(line for line in checked if line.startswith("  --memory ")).partition(":")
+    assert change.endswith(" instead of --gpu-memory-utilization")
+    lines(capsys, model, "--memory", change.split()[1])
+
+
 @pytest.mark.parametrize(
     ("options", "code", "named"),
     [
