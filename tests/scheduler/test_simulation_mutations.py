@@ -9,7 +9,7 @@ from support.simulation import Parts, simulate
 
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
-from octavo.model.step import Row, RowResult, Step, StepResult, TokenLogprobs
+from octavo.model.step import Row, RowResult, Step, StepResult
 from octavo.scheduler.draft import Draft
 from octavo.scheduler.messages import TokenEvent
 from octavo.scheduler.policy import Scheduler
@@ -135,9 +135,9 @@ class BlamesTheFirst(Scheduler):
 class ScoresTwice(Scheduler):
     """Prompt log-probabilities that were reported before a preemption are reported again."""
 
-    def _new_scores(self, request: Request, row: Row, outcome: RowResult) -> tuple[TokenLogprobs, ...]:
-        super()._new_scores(request, row, outcome)
-        return outcome.prompt_logprobs
+    def _commit_row(self, request: Request, row: Row, outcome: RowResult) -> TokenEvent | None:
+        request.scored = 0
+        return super()._commit_row(request, row, outcome)
 
 
 class ForgetsWhatItScored(Scheduler):
