@@ -34,12 +34,11 @@ def runner(checkpoint: Path) -> ModelRunner:
 
 
 @pytest.fixture
-def poisoned(tmp_path: Path) -> ModelRunner:
-    model = tiny_model(tmp_path, "llama")
-    with torch.no_grad():
-        model.get_input_embeddings().weight[POISON] = math.nan
-    model.save_pretrained(tmp_path)
-    return build(tmp_path)[0]
+def poisoned(checkpoint: Path) -> ModelRunner:
+    runner = build(checkpoint)[0]
+    embedding = runner.model.destinations()["model.embed_tokens.weight"]
+    embedding.load(POISON, torch.full((1, embedding.shape[1]), math.nan))
+    return runner
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
