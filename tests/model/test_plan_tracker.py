@@ -1,5 +1,6 @@
-"""The planned activations against a tracker of live tensors, which knows nothing of the plan."""
+"""The plan against a model without memory, and against a tracker of live tensors, which knows nothing of the plan."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,13 @@ from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
+from octavo.model.kernels.fallback import TorchKernels
 from octavo.model.memory import rank_shape
 from octavo.model.runner import ModelRunner
 from octavo.model.step import Admission, Row, SamplingParams, Step
 from octavo.model.transformer import Transformer
 from octavo.model.weights.lookup import find_config
+from octavo.server.cli import main
 
 LLAMA_70B, SMOLLM2 = find_config("llama-3-70b"), find_config("smollm2")
 META = torch.device("meta")
@@ -64,6 +67,30 @@ def test_llama_3_70b_peaks_at_exactly_the_planned_bytes(tokens: int, rows: int, 
     assert peak_of_forward(config, tokens, rows, torch.bfloat16, "meta") == planned
     with META:
         assert run(config, ShapeKernels(torch.bfloat16), tokens, rows, META).peak == planned
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_llama_3_70b_built_without_memory_is_divided_by_shape_and_takes_what_octavo_plan_says(
+    ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with META:
+        model = Transformer(
+            rank_shape(LLAMA_70B, ranks),
+            TorchKernels(torch.bfloat16),
+            dtype=torch.bfloat16,
+            device=META,
+            max_positions=64,
+        )
+    block = [(10_240 // ranks, 8192), (8192, 8192 // ranks), (57_344 // ranks, 8192), (8192, 28_672 // ranks)]
+    tables = [(128_256 // ranks, 8192)] * 2
+    linears = model.linears()
+    assert [tuple(linear._weight.shape) for linear in linears] == tables + block * 80
+    norms = [model.final_norm, *(norm for block in model.blocks for norm in block.norms())]
+    assert [tuple(norm.weight.shape) for norm in norms] == [(8192,)] * 161
+    divided, whole = sum(linear._weight.numel() for linear in linears), 161 * 8192
+    assert ranks * divided + whole == 70_553_706_496
+    main(["plan", "llama-3-70b", "--devices", str(ranks), "--device", "h200", "--json"])
+    assert model.weights_nbytes == 2 * (divided + whole) == json.loads(capsys.readouterr().out)["weights"]
 
 
 @pytest.mark.parametrize(("ranks", "peak"), [(1, 1_543_503_872), (2, 838_860_800), (4, 503_316_480), (8, 385_875_968)])
