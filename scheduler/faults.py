@@ -38,7 +38,7 @@ class Fault:
 
     name: str
     token: int | None = None
-    """Only in steps that compute a request admitted with this token in its prompt, or its output so far."""
+    """Only in steps that compute a request with this token in its prompt."""
     step: int | None = None
     """Only in the step of this number; the first one of an engine is 1."""
     every: int = 1
@@ -80,12 +80,12 @@ class FaultyRunner:
         self._faults = faults
         self._steps = 0
         self._tokens: dict[int, frozenset[int]] = {}
-        """By slot: what its request was admitted with."""
+        """By slot: the prompt of its request."""
 
     def submit(self, step: Step) -> Pending:
         """Pass a step on, unless it is to fail."""
         self._steps += 1
-        self._tokens |= {admission.slot: frozenset(admission.tokens) for admission in step.admitted}
+        self._tokens |= {one.slot: frozenset(one.tokens[: one.prompt_length]) for one in step.admitted}
         due = [fault for fault in self._faults if fault.due(self._steps) and any(self._struck(fault, step))]
         for fault in due:
             _strike(fault)

@@ -62,6 +62,14 @@ def test_f2_f3_a_poisoned_request_fails_alone(name: str) -> None:
     assert (failed == 0) == (name == "row-fails")
 
 
+def test_a_token_that_was_generated_poisons_nobody() -> None:
+    """A request is admitted with its output after a step was undone."""
+    generated = scripted_token(2)
+    events, failed = run([f"step-raises:token={generated}", "step-raises:step=3"], submission(1, 4, 5))
+    assert tokens(events[1]) == [scripted_token(2 + number) for number in range(TOKENS)]
+    assert failed == 1
+
+
 def test_a_fault_in_one_step_ends_nobody() -> None:
     events, failed = run(["step-raises:step=3"], submission(1, 4, 5), submission(2, 4))
     assert [found[-1].finish for found in events.values()] == ["length", "length"]
