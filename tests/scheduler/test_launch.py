@@ -11,48 +11,28 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.checkpoints import tiny_model
+from support.launching import FLAGS, PROMPT, TOKENS, divided_model, tokens_of_one
 from support.octavo_command import octavo, only_error
 from support.tools import free_port
-from support.vocabularies import byte_level_backend
 
-from octavo.model.step import SamplingParams
 from octavo.scheduler.launch import Launch, find_launch
-from octavo.scheduler.loading import load
-from octavo.scheduler.messages import EngineConfig, Submission
 from octavo.scheduler.sizing import ConfigurationError
-
-PROMPT = (7, 3, 90, 41, 12)
-TOKENS = 12
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_blocks": 32}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("launched")
-    vocabulary = byte_level_backend().get_vocab_size()
-    tiny_model(path, "llama", heads=8, kv_heads=4, vocabulary=vocabulary, eos_token_id=0)
-    byte_level_backend().save(str(path / "tokenizer.json"))
-    return path
+    return divided_model(tmp_path_factory.mktemp("launched"))
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int | None]:
-    """Of the undivided model."""
-    scheduler, runner, _ = load(EngineConfig(model=str(model), dtype="float32", **LIMITS))
-    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    scheduler.add(Submission(request=1, prompt=PROMPT, params=greedy, max_tokens=TOKENS))
-    tokens = []
-    while (step := scheduler.schedule()) is not None:
-        tokens += [event.token for event in scheduler.commit(step, runner.submit(step).wait())]
-    return tokens
+    return tokens_of_one(model)
 
 
 @contextmanager
 def launched(model: Path, size: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
     """`octavo serve` so often, half of them on each of two "machines": the URL of requests, and all processes."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-    command = [sys.executable, "-m", "octavo.server.cli", "serve", str(model), "--dtype", "float32", "--port", "0"]
+    command = [sys.executable, "-m", "octavo.server.cli", "serve", str(model), "--port", "0"]
     half = size // 2
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     common |= {"LOCAL_WORLD_SIZE": str(half), "GLOO_SOCKET_IFNAME": "lo"}
@@ -61,7 +41,7 @@ def launched(model: Path, size: int) -> Iterator[tuple[str, list[subprocess.Pope
         for rank in range(size):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank % half)}
             process = subprocess.Popen(
-                [*command, *flags, "--tensor-parallel-size", str(size)],
+                [*command, *FLAGS, "--tensor-parallel-size", str(size)],
                 env=environment,
                 stderr=subprocess.PIPE if rank == 0 else None,
                 text=True,
