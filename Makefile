@@ -30,7 +30,7 @@ help:
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
 	@echo "make bench          measure how decoding scales from one stream to eight"
 	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
-	@echo "make soak           serve a million requests in virtual time and 20,000 over sockets, with faults (hours)"
+	@echo "make soak           serve a million requests in virtual time and 20,000 over sockets, with faults (an hour)"
 	@echo "make fuzz           search for bytes that a reader of files, frames or requests cannot take (ten minutes each)"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 150)"
 	@echo "make poison         run the whole test suite with memory that nothing may be read from full of NaN"
@@ -62,7 +62,7 @@ invariance: install-test
 	OCTAVO_INVARIANCE_PROMPTS=500 OCTAVO_INVARIANCE_DTYPES="bfloat16 auto" $(BIN)/python -m pytest --timeout=3600 tests/serving/test_invariance.py $(ARGS)
 
 soak: install-test
-	OCTAVO_SOAK_REQUESTS=1000000 OCTAVO_SOAK_PERIOD=100 OCTAVO_SOAK_SOCKET_REQUESTS=20000 OCTAVO_SOAK_SOCKET_DEATHS=70 \
+	OCTAVO_SOAK_REQUESTS=1000000 OCTAVO_SOAK_PERIOD=100 OCTAVO_SOAK_SOCKET_REQUESTS=20000 OCTAVO_SOAK_SOCKET_DEATHS=28 \
 		$(BIN)/python -m pytest --timeout=0 --log-cli-level=INFO tests/serving/test_soak.py -k "virtual_time or tiny_model" $(ARGS)
 
 FUZZED := gguf_header safetensors_header safetensors_index config frames events requests template
