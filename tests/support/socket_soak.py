@@ -37,9 +37,12 @@ DEATHS = (
 
 
 def faults(deaths: int, steps: int) -> tuple[str, ...]:
-    """Three requests that cannot be computed, and so many engines that die, each after some steps more than `steps`."""
+    """Three requests that cannot be computed, and so many engines that die, each after some steps more than `steps`.
+
+    The deaths come first: of the faults of one step, one that raises is the last to happen.
+    """
     kinds = (DEATHS[life % len(DEATHS)] for life in range(deaths))
-    return (*CULPRITS, *(f"{kind}:step={steps + 7 * life % 50}:life={life}" for life, kind in enumerate(kinds)))
+    return (*(f"{kind}:step={steps + 7 * life % 50}:life={life}" for life, kind in enumerate(kinds)), *CULPRITS)
 
 
 def request(number: int) -> dict[str, object]:
