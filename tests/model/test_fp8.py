@@ -274,6 +274,6 @@ def test_what_the_products_cannot_do_is_refused(
 
 def test_a_cpu_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--quantization fp8 needs the products of a GPU: use --device cuda"):
-        place_on_cpu(torch.bfloat16, Workspaces(), fp8=True)
+        place_on_cpu(torch.bfloat16, Workspaces(), 1, 1, fp8=True)
     with pytest.raises(ValueError, match="--kv-cache-dtype choose kernels of a GPU: use --device cuda"):
-        place_on_cpu(torch.bfloat16, Workspaces(fp8_cache=True), fp8=False)
+        place_on_cpu(torch.bfloat16, Workspaces(fp8_cache=True), 1, 1, fp8=False)
