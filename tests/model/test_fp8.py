@@ -257,7 +257,7 @@ def test_the_matrices_of_llama_3_70b_take_the_bytes_that_are_planned() -> None:
 @pytest.mark.parametrize(
     ("dtype", "capability", "width", "named"),
     [
-        (torch.float16, (9, 0), 64, "adds in bfloat16, not in torch.float16"),
+        (torch.float16, (9, 0), 64, "multiplied in bfloat16, not in torch.float16"),
         (torch.bfloat16, (8, 6), 64, "compute capability 8.9 or higher"),
         (torch.bfloat16, (8, 9), 72, "16 does not divide the sides of a 512 x 72 matrix"),
     ],
