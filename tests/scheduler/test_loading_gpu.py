@@ -19,7 +19,7 @@ from octavo.model.placement import Placement
 from octavo.model.step import SamplingParams
 from octavo.model.workspaces import FLOAT_WORKSPACE, Workspaces
 from octavo.scheduler import loading
-from octavo.scheduler.messages import EngineConfig, Submission
+from octavo.scheduler.messages import EngineConfig, MemoryLine, Ready, Submission
 from octavo.scheduler.planning import GPU_RUNTIME
 from octavo.scheduler.sizing import ConfigurationError
 
@@ -58,12 +58,18 @@ def served(directory: Path, **fields: Any) -> tuple[list[int | None], Any]:
     return tokens, ready
 
 
-def test_an_engine_on_a_gpu_is_planned_built_warmed_and_serves(gpu: Emulation, directory: Path) -> None:
-    tokens, ready = served(directory)
-    assert len(tokens) == 6
+def assert_as_planned(ready: Ready) -> dict[str, MemoryLine]:
+    """The memory of an engine by bucket, after comparing the three buckets with their plans."""
     memory = {line.bucket: line for line in ready.memory}
     for bucket in ("weights", "cache", "activations"):
         assert memory[bucket].allocated == memory[bucket].planned > 0
+    return memory
+
+
+def test_an_engine_on_a_gpu_is_planned_built_warmed_and_serves(gpu: Emulation, directory: Path) -> None:
+    tokens, ready = served(directory)
+    assert len(tokens) == 6
+    memory = assert_as_planned(ready)
     assert (ready.kernels, ready.dtype) == ("flashinfer", "bfloat16")
     assert memory["runtime"].planned == GPU_RUNTIME
     spent = sum(memory[bucket].planned for bucket in ("weights", "cache", "activations"))
@@ -76,9 +82,7 @@ def test_an_engine_in_8_bits_holds_and_says_what_was_planned(gpu: Emulation, dir
     tokens, ready = served(directory, quantization="fp8")
     assert len(tokens) == 6
     _, usual = served(directory)
-    for bucket in ("weights", "cache", "activations"):
-        line = next(line for line in ready.memory if line.bucket == bucket)
-        assert line.allocated == line.planned > 0
+    assert_as_planned(ready)
     assert (ready.dtype, ready.quantised, usual.quantised) == ("bfloat16", ("fp8",), ())
     assert ready.memory[0].allocated < usual.memory[0].allocated
     assert (ready.batch_invariant, usual.batch_invariant) == (False, False)
@@ -89,9 +93,7 @@ def test_a_cache_in_8_bits_holds_twice_as_much(gpu: Emulation, directory: Path) 
     tokens, ready = served(directory, kv_cache_dtype="fp8_e4m3")
     assert len(tokens) == 6
     _, usual = served(directory)
-    for bucket in ("weights", "cache", "activations"):
-        line = next(line for line in ready.memory if line.bucket == bucket)
-        assert line.allocated == line.planned > 0
+    assert_as_planned(ready)
     assert 2 * ready.kv_bytes_per_token == usual.kv_bytes_per_token
     assert 1.98 < ready.blocks / usual.blocks <= 2
 
