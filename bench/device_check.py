@@ -223,7 +223,7 @@ class Check:
             linear._weight.normal_(std=0.02)  # type: ignore[attr-defined]
         for norm in (self.runner.model.final_norm, *(n for block in self.runner.model.blocks for n in block.norms())):
             norm.weight.fill_(1.0)
-        planned = sum(self.ledger.planned(bucket) for bucket in BUCKETS)
+        planned = sum(self.ledger.plan.planned(bucket) for bucket in BUCKETS)
         found = {"planned": planned, "ledger": sum(self.ledger.allocated(bucket) for bucket in BUCKETS)}
         if self.device.type == "cuda":
             found["torch, largest"] = torch.cuda.max_memory_allocated(self.device)

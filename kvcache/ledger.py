@@ -46,14 +46,10 @@ class MemoryLedger:
 
     def allocate(self, bucket: Bucket, nbytes: int) -> None:
         """Enter an allocation. MemoryError if the bucket would outgrow its plan."""
-        allocated, planned = self._allocated[bucket], self.planned(bucket)
+        allocated, planned = self._allocated[bucket], self.plan.planned(bucket)
         if allocated + nbytes > planned:
             raise MemoryError(f"{bucket}: {nbytes} bytes on top of {allocated} allocated exceed the {planned} planned")
         self._allocated[bucket] = allocated + nbytes
-
-    def planned(self, bucket: Bucket) -> int:
-        """Bytes the plan gives the bucket."""
-        return self.plan.planned(bucket)
 
     def allocated(self, bucket: Bucket) -> int:
         """Bytes allocated."""

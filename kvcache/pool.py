@@ -24,8 +24,6 @@ class BlockPool:
     """
 
     def __init__(self, blocks: int) -> None:
-        if blocks < 1:
-            raise ValueError(f"a pool needs at least one block, not {blocks}")
         self._references = [0] * blocks
         self._names: list[bytes | None] = [None] * blocks
         self._index: dict[bytes, int] = {}
@@ -33,7 +31,8 @@ class BlockPool:
         """A stack: the block freed last is the likeliest to be warm in a processor's cache."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
-        self._peak = 0
+        self.peak = 0
+        """The most blocks that were referenced at one time."""
 
     @property
     def total(self) -> int:
@@ -54,11 +53,6 @@ class BlockPool:
     def referenced(self) -> int:
         """Blocks in use by at least one request."""
         return self.total - self.available
-
-    @property
-    def peak(self) -> int:
-        """The most blocks that were referenced at one time."""
-        return self._peak
 
     @property
     def available(self) -> int:
@@ -83,7 +77,7 @@ class BlockPool:
                     raise ValueError(f"block {block} is free: it holds nothing to share")
                 del self._cached[block]
             self._references[block] += 1
-        self._peak = max(self._peak, self.referenced)
+        self.peak = max(self.peak, self.referenced)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks with one reference each, or None and no change if there are not so many.
@@ -93,7 +87,7 @@ class BlockPool:
         if count > self.available:
             return None
         taken = [self._take() for _ in range(count)]
-        self._peak = max(self._peak, self.referenced)
+        self.peak = max(self.peak, self.referenced)
         return taken
 
     def _take(self) -> int:

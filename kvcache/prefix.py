@@ -18,8 +18,6 @@ class PrefixHasher:
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         """`secret`: at most 64 bytes; 32 random ones if not given."""
-        if block_size < 1:
-            raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._pack = struct.Struct(f"={block_size}I").pack

@@ -4,14 +4,13 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 import msgspec
 
 from octavo.model.step import Pending, Runner, Step, StepResult
+from octavo.scheduler.channel import Channel
 from octavo.scheduler.grammar import PATIENCE_SECONDS, Intake
 from octavo.scheduler.messages import (
     Abort,
@@ -20,25 +19,12 @@ from octavo.scheduler.messages import (
     Shutdown,
     StepReport,
     Submission,
-    ToEngine,
     TokenEvent,
     Vocabulary,
 )
 from octavo.scheduler.policy import Scheduler
 
 _log = logging.getLogger(__name__)
-
-
-class Channel(Protocol):
-    """The engine's end of the line to the server. A server that is gone reads as a Shutdown."""
-
-    def receive(self, block: bool) -> Sequence[ToEngine]:
-        """All messages that have arrived, in order; with `block`, wait until there is at least one."""
-        ...
-
-    def send(self, message: StepReport) -> None:
-        """Send one report."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +59,6 @@ class Engine:
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, channel: Channel, lookahead: int = 0) -> None:
-        if lookahead < 0:
-            raise ValueError(f"lookahead counts steps: it cannot be {lookahead}")
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel

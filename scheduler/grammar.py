@@ -79,12 +79,23 @@ def _check(matcher: llguidance.LLMatcher) -> None:
         raise GrammarError(" ".join(matcher.get_error().partition("\n<")[0].split())[:300])
 
 
-class GrammarState:
-    """The place of one request in its grammar. Made by `Grammars.begin`."""
+class Grammars:
+    """What the grammars over one vocabulary share."""
 
-    def __init__(self, grammars: "Grammars", grammar: str, output: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokenizer = TokenizerView(vocabulary).tokenizer
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+        self.width = mask_width(len(vocabulary.tokens))
+        """Bytes of a mask."""
+
+
+class GrammarState:
+    """The place of one request in its grammar, behind the tokens that are there already. Making it returns at once."""
+
+    def __init__(self, grammars: Grammars, grammar: str, output: Sequence[int] = ()) -> None:
         self._grammars = grammars
-        self._matcher: llguidance.LLMatcher | None = None
+        self._matcher: llguidance.LLMatcher
+        """Made by the first job. Where that fails, the request is refused, and none follows."""
         self.job: Future[bytes] = grammars.threads.submit(self._begin, grammar, output)
         """Makes the next mask. Done when it is there, or has failed."""
 
@@ -107,27 +118,10 @@ class GrammarState:
         return self._advance(output)
 
     def _advance(self, tokens: Sequence[int]) -> bytes:
-        matcher = self._matcher
-        if matcher is None:
-            raise GrammarError("the grammar was not compiled")
-        if not matcher.consume_tokens(list(tokens)):
-            _check(matcher)
+        if not self._matcher.consume_tokens(list(tokens)):
+            _check(self._matcher)
             raise GrammarError("a token is not what the grammar allows")
-        return next_mask(matcher)[: self._grammars.width]
-
-
-class Grammars:
-    """Grammars over one vocabulary."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokenizer = TokenizerView(vocabulary).tokenizer
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
-        self.width = mask_width(len(vocabulary.tokens))
-        """Bytes of a mask."""
-
-    def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
-        """Start to follow a grammar, behind the tokens that are there already. Returns at once."""
-        return GrammarState(self, grammar, output)
+        return next_mask(self._matcher)[: self._grammars.width]
 
 
 class Intake:
@@ -149,7 +143,7 @@ class Intake:
         """Start to compile. Raises ValueError before the vocabulary is known."""
         if self._grammars is None:
             raise ValueError("a grammar is submitted before the vocabulary")
-        self._compiling[submission.request] = submission, self._grammars.begin(grammar, submission.emitted)
+        self._compiling[submission.request] = submission, GrammarState(self._grammars, grammar, submission.emitted)
 
     def drop(self, request: int) -> bool:
         """Forget a submission; False if it is not here."""

@@ -257,7 +257,7 @@ def _describe(
         process=os.getpid(),
         memory=(
             *(
-                MemoryLine(bucket=bucket, planned=ledger.planned(bucket), allocated=ledger.allocated(bucket))
+                MemoryLine(bucket=bucket, planned=ledger.plan.planned(bucket), allocated=ledger.allocated(bucket))
                 for bucket in BUCKETS
             ),
             _runtime(engine),

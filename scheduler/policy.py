@@ -50,10 +50,6 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hasher` None: no prefix caching. `clock`: seconds, for queue times."""
-        if min(limits.max_rows, limits.max_tokens, limits.max_model_len, limits.block_size) < 1:
-            raise ValueError(f"every limit must be at least 1: {limits}")
-        if hasher is not None and hasher.block_size != limits.block_size:
-            raise ValueError(f"names are made for blocks of {hasher.block_size}, the cache has {limits.block_size}")
         self.pool = pool
         self.preemptions = 0
         self.prefix_queries = 0

@@ -219,12 +219,10 @@ class Request:
 
 def line_up(queue: OrderedDict[int, Request], request: Request) -> None:
     """Put a request into its place in a queue by id that is in order. Most places are at an end."""
-    if not queue or next(reversed(queue.values())).order < request.order:
-        queue[request.id] = request
-    elif request.order < next(iter(queue.values())).order:
-        queue[request.id] = request
+    first, last = next(iter(queue.values()), request), next(reversed(queue.values()), request)
+    queue[request.id] = request
+    if request.order < first.order:
         queue.move_to_end(request.id, last=False)
-    else:
-        queue[request.id] = request
+    elif request.order < last.order:
         for other in sorted(queue.values(), key=lambda other: other.order):
             queue.move_to_end(other.id)

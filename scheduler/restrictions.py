@@ -1,6 +1,6 @@
 """Which tokens a request may sample next, where it allows some only or forbids words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from octavo.model.step import SamplingParams
 
@@ -15,8 +15,9 @@ def next_mask(params: SamplingParams, output: Sequence[int], pending: int, endin
     if params.allowed is None:
         return None
     mask = bytearray(params.allowed)
-    for token in _completing(params.bad_words, output):
-        _forbid(mask, token)
+    for *beginning, last in params.bad_words:
+        if beginning == list(output[max(len(output) - len(beginning), 0) :]):
+            _forbid(mask, last)
     if len(output) + pending < params.min_tokens:
         for token in ending_ids:
             _forbid(mask, token)
@@ -29,14 +30,6 @@ def without(mask: bytes, tokens: Sequence[int]) -> bytes:
     for token in tokens:
         _forbid(rest, token)
     return bytes(rest) if any(rest) else mask
-
-
-def _completing(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> Iterator[int]:
-    """Yield tokens that would complete a word."""
-    for word in words:
-        *beginning, last = word
-        if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
-            yield last
 
 
 def _forbid(mask: bytearray, token: int) -> None:

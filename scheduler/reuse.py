@@ -14,31 +14,26 @@ class PrefixReuse:
 
     def find(self, request: Request) -> list[int]:
         """Blocks in the pool that hold the beginning of this request, as far as it may skip computing it."""
-        if self._hasher is None:
-            return []
-        return self._pool.lookup(_names(request, self._hasher, request.reusable // self._hasher.block_size))
+        return self._pool.lookup(self._names(request, 0, request.reusable))
 
     def publish(self, request: Request, positions: int) -> list[int]:
         """Name the full blocks among the first `positions`, and return those not named before.
 
         The caller vouches that whoever finds a block from now on reads it after the step that fills it.
         """
-        if self._hasher is None:
-            return []
-        first, full = request.published, positions // self._hasher.block_size
-        if full <= first:
-            return []
-        fresh = request.blocks[first:full]
-        for block, name in zip(fresh, _names(request, self._hasher, full)[first:], strict=True):
+        names = self._names(request, request.published, positions)
+        fresh = request.blocks[request.published : request.published + len(names)]
+        for block, name in zip(fresh, names, strict=True):
             self._pool.publish(block, name)
-        request.published = full
+        request.published += len(fresh)
         return fresh
 
-
-def _names(request: Request, hasher: PrefixHasher, blocks: int) -> list[bytes]:
-    """Names of the first blocks of a request. Each is computed once in the request's life."""
-    size = hasher.block_size
-    for block in range(len(request.names), blocks):
-        parent = request.names[-1] if request.names else hasher.root(request.salt)
-        request.names.append(hasher.name(parent, request.tokens(block * size, (block + 1) * size)))
-    return request.names[:blocks]
+    def _names(self, request: Request, first: int, positions: int) -> list[bytes]:
+        """Names of the full blocks among the first `positions`, from `first` on. Each is computed once in a life."""
+        if self._hasher is None:
+            return []
+        size = self._hasher.block_size
+        for block in range(len(request.names), positions // size):
+            parent = request.names[-1] if request.names else self._hasher.root(request.salt)
+            request.names.append(self._hasher.name(parent, request.tokens(block * size, (block + 1) * size)))
+        return request.names[first : positions // size]

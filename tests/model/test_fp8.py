@@ -175,7 +175,7 @@ def serve_tiny(checkpoint: Checkpoint, **options: object) -> dict[int, list[int]
     assert served.errors == []
     for bucket in BUCKETS:
         if not options.get("reference"):
-            assert ledger.allocated(bucket) == ledger.planned(bucket)
+            assert ledger.allocated(bucket) == ledger.plan.planned(bucket)
     return served.tokens
 
 

@@ -88,7 +88,7 @@ def serve_scenario(checkpoint: Checkpoint, **options: object) -> Served:
     assert served.errors == []
     for bucket in BUCKETS:
         if not options.get("reference"):  # which works in no memory of its own
-            assert ledger.allocated(bucket) == ledger.planned(bucket)
+            assert ledger.allocated(bucket) == ledger.plan.planned(bucket)
     return served
 
 

@@ -138,7 +138,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, int]:
         Admission(slot, (1,) * 64, 64, tuple(range(4 * slot, 4 * slot + 4)), params) for slot in range(SMALL.max_rows)
     )
     runner.submit(Step((), admitted, (), ()))
-    return runner, ledger.planned("activations")
+    return runner, ledger.plan.planned("activations")
 
 
 @given(counts=st.lists(st.integers(1, SMALL.max_tokens), min_size=1, max_size=SMALL.max_rows), scored=st.booleans())

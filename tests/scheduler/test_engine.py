@@ -241,8 +241,3 @@ def test_a_runner_that_cannot_be_reset_ends_the_engine() -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         Engine(make_scheduler(), Gone(3, late=False), channel).run()
     assert channel.reports == []
-
-
-def test_a_negative_lookahead_is_refused() -> None:
-    with pytest.raises(ValueError, match="it cannot be -1"):
-        make_engine(ListChannel(), lookahead=-1)

@@ -12,7 +12,7 @@ from support.scheduling import BLOCK_SIZE, EOS, VOCABULARY, check, make_schedule
 
 from octavo.model.step import SamplingParams, Step
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.grammar import Grammars, TokenizerView, compile_grammar
+from octavo.scheduler.grammar import Grammars, GrammarState, TokenizerView, compile_grammar
 from octavo.scheduler.messages import Abort, Pause, Shutdown, StepReport, Submission, ToEngine, Vocabulary
 
 PIECES = [
@@ -215,13 +215,13 @@ def test_a_model_without_an_end_of_sequence_token_serves_what_follows_no_grammar
 def test_a_state_follows_from_the_grammar_and_the_tokens_alone() -> None:
     grammars = Grammars(VOCABULARY_MESSAGE)
     output = alone(follow(0, grammar("[0-9]{3}: [a-j]+"), max_tokens=9))[:5]
-    step_by_step = grammars.begin(grammar("[0-9]{3}: [a-j]+"))
+    step_by_step = GrammarState(grammars, grammar("[0-9]{3}: [a-j]+"))
     masks = [step_by_step.mask()]
     for token in output:
         step_by_step.take(token)
         masks.append(step_by_step.mask())
     for count, mask in enumerate(masks):
-        assert grammars.begin(grammar("[0-9]{3}: [a-j]+"), output[:count]).mask() == mask
+        assert GrammarState(grammars, grammar("[0-9]{3}: [a-j]+"), output[:count]).mask() == mask
 
 
 def test_a_request_goes_on_behind_what_an_earlier_engine_has_emitted() -> None:
@@ -233,7 +233,7 @@ def test_a_request_goes_on_behind_what_an_earlier_engine_has_emitted() -> None:
 
 
 def test_after_a_token_that_was_not_allowed_nothing_is() -> None:
-    state = Grammars(VOCABULARY_MESSAGE).begin(grammar("abc"))
+    state = GrammarState(Grammars(VOCABULARY_MESSAGE), grammar("abc"))
     assert state.failure is None
     state.take(PIECES.index(b"7"))
     assert not any(state.mask())

@@ -7,8 +7,7 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix import PrefixHasher
 from octavo.model.step import RowResult, SamplingParams, Step, StepResult
 from octavo.scheduler.messages import FinishReason, TokenEvent
-from octavo.scheduler.policy import Scheduler
-from octavo.scheduler.request import Limits, Request
+from octavo.scheduler.request import Request
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -99,13 +98,6 @@ def test_two_live_requests_cannot_have_the_same_id() -> None:
     for number in range(2):
         with pytest.raises(ValueError, match=f"request {number} exists already"):
             driver.scheduler.add(submission(number, [1, 2]))
-
-
-def test_contradicting_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match="every limit must be at least 1"):
-        make_scheduler(rows=0)
-    with pytest.raises(ValueError, match="blocks of 8, the cache has 4"):
-        Scheduler(BlockPool(4), PrefixHasher(8), Limits(1, 1, 1, 4), [EOS])
 
 
 # How a request ends
