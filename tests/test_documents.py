@@ -6,9 +6,11 @@ from pathlib import Path
 
 from octavo.server.cli import make_parser
 from octavo.server.metrics import Metrics
+from octavo.server.openapi import BODIES
 from octavo.server.settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
+API = ROOT / "docs" / "api.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
@@ -55,6 +57,20 @@ def test_every_command_that_the_documents_show_can_be_parsed() -> None:
                     parser.parse_args(shlex.split(command, comments=True)[1:])
                     found += 1
     assert found >= 8
+
+
+def test_the_api_document_lists_every_route_and_no_other() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "server").glob("*.py"))
+    routes = {path.replace(":path", "") for path in re.findall(r'@app\.(?:get|post)\("([^"]+)"', source)}
+    table = API.read_text().split("## Routes")[1].split("\n\n")[1]
+    named = [cell for row in re.findall(r"^\| (?:GET|POST) (.*?) \|", table, re.MULTILINE) for cell in row.split(", ")]
+    assert sorted(named) == sorted(routes | {"/", "/openapi.json"})
+
+
+def test_the_api_document_names_every_field_of_every_request() -> None:
+    named = set(re.findall(r"`(\w+)[`.]", API.read_text()))
+    fields = {name for models in BODIES.values() for model in models for name in model.model_fields}
+    assert fields - {"model"} <= named
 
 
 def test_operations_name_metrics_that_exist_and_every_alert() -> None:
