@@ -10,7 +10,7 @@ import torch
 from support.attention import Bench, Row, Shape, rounded_to_fp8
 from support.checkpoints import tiny_model
 from support.flashinfer_emulation import Emulation, emulated_flashinfer
-from support.gpu_runners import SMALL_WORKSPACES, FakeCapture, build_on_gpu, gpu_formats, serve
+from support.gpu_runners import FP8_CACHE, SMALL_WORKSPACES, FakeCapture, build_on_gpu, gpu_formats, serve
 from support.kernels import ROUNDOFF, random
 from torch import Tensor
 
@@ -161,9 +161,6 @@ def test_the_arena_has_room_for_the_rounded_input_of_each_product() -> None:
             assert rounded_input.points & areas[name].points, name
     layout = arena_layout(config, 24, 5, 2, gate_in_place=False, fp8=True)
     assert layout.bytes >= load(areas.values(), range(9))
-
-
-FP8_CACHE = Workspaces(fp8_cache=True, float_bytes=1 << 20)
 
 
 def serve_tiny(checkpoint: Checkpoint, **options: object) -> dict[int, list[int]]:

@@ -1,29 +1,27 @@
 """The whole engine as it runs on a GPU, on CPU tensors: FlashInfer's own classes over emulated modules."""
 
-from collections.abc import Iterator, Sequence
-from random import Random
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.checkpoints import tiny_model
 from support.flashinfer_emulation import Emulation, emulated_flashinfer
-from support.gpu_runners import SMALL_WORKSPACES, FakeCapture, Served, build_on_gpu, serve
+from support.gpu_runners import (
+    LENGTHS,
+    LIMITS,
+    SMALL_WORKSPACES,
+    FakeCapture,
+    Served,
+    build_on_gpu,
+    scenario,
+    serve,
+)
 
 from octavo.kvcache.ledger import BUCKETS
-from octavo.model.memory import RunnerLimits
-from octavo.model.step import SamplingParams
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.weights.locate import locate
 from octavo.model.workspaces import Workspaces
-from octavo.scheduler.messages import Submission, ToEngine
 
-LIMITS = RunnerLimits(max_model_len=128, max_rows=5, max_tokens=24, block_size=16, blocks=8)
-"""So few blocks that requests are put back, and so few tokens a step that prompts are cut."""
-GREEDY = SamplingParams(temperature=0.0)
-DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=5, logprobs=2)
-RANKED = SamplingParams(temperature=1.0, top_k=20, seed=6)
-LENGTHS = {0: 9, 1: 8, 2: 6, 3: 5, 4: 9, 5: 10}
-"""Tokens that each request asks for."""
 WORKSPACES = {
     "fa2": SMALL_WORKSPACES,
     "fa3": Workspaces(prefill="fa3", float_bytes=1 << 20),
@@ -59,32 +57,9 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return open_checkpoint(directory)
 
 
-def requests(vocabulary: int) -> list[Sequence[ToEngine]]:
-    """Six requests in three batches, two of which begin like the first."""
-
-    def prompt(seed: int, length: int) -> tuple[int, ...]:
-        random = Random(seed)
-        return tuple(random.randrange(100, vocabulary) for _ in range(length))
-
-    shared = prompt(0, 45)
-    contents = [
-        (shared, GREEDY),
-        (prompt(1, 29), DRAWN),
-        (prompt(2, 14), GREEDY),
-        (shared[:32] + prompt(3, 5), RANKED),
-        (shared[:32] + prompt(4, 1), GREEDY),
-        (prompt(5, 1), GREEDY),
-    ]
-    made = [
-        Submission(request=number, prompt=tokens, params=params, max_tokens=LENGTHS[number])
-        for number, (tokens, params) in enumerate(contents)
-    ]
-    return [made[:2], [], [], made[2:5], [], made[5:]]
-
-
 def serve_scenario(checkpoint: Checkpoint, **options: object) -> Served:
     runner, ledger = build_on_gpu(checkpoint, LIMITS, **options)
-    served = serve(runner, LIMITS, *requests(checkpoint.config.vocabulary))
+    served = serve(runner, LIMITS, *scenario(checkpoint.config.vocabulary))
     assert served.errors == []
     for bucket in BUCKETS:
         if not options.get("reference"):  # which works in no memory of its own
@@ -141,5 +116,5 @@ def test_without_look_ahead_the_tokens_are_the_same(
     emulation: Emulation, tiny: Checkpoint, expected_tiny: Served
 ) -> None:
     runner, _ = build_on_gpu(tiny, LIMITS, capture=FakeCapture(emulation))
-    served = serve(runner, LIMITS, *requests(tiny.config.vocabulary), lookahead=0)
+    served = serve(runner, LIMITS, *scenario(tiny.config.vocabulary), lookahead=0)
     assert served.tokens == expected_tiny.tokens

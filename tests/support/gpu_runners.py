@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -23,19 +24,52 @@ from octavo.model.device import CPU
 from octavo.model.graphs import Gpu, Replay
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.parallel import Ranks
 from octavo.model.placement import place_on_gpu
 from octavo.model.runner import ModelRunner, build_runner
-from octavo.model.step import TokenLogprobs
+from octavo.model.step import Runner, SamplingParams, TokenLogprobs
 from octavo.model.weights.checkpoint import Checkpoint
 from octavo.model.workspaces import Workspaces
 from octavo.scheduler import loading
 from octavo.scheduler.engine import Engine
-from octavo.scheduler.messages import StepReport, ToEngine
+from octavo.scheduler.messages import StepReport, Submission, ToEngine
 from octavo.scheduler.policy import Limits, Scheduler
 
 SMALL_WORKSPACES = Workspaces(float_bytes=1 << 20)
+FP8_CACHE = Workspaces(fp8_cache=True, float_bytes=1 << 20)
 INPUTS = ("tokens", "positions")
 """Areas of the arena that the host fills before a step."""
+
+LIMITS = RunnerLimits(max_model_len=128, max_rows=5, max_tokens=24, block_size=16, blocks=8)
+"""So few blocks that the requests of `scenario` are put back, and so few tokens a step that prompts are cut."""
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=5, logprobs=2)
+RANKED = SamplingParams(temperature=1.0, top_k=20, seed=6)
+LENGTHS = {0: 9, 1: 8, 2: 6, 3: 5, 4: 9, 5: 10}
+"""Tokens that each request of `scenario` asks for."""
+
+
+def scenario(vocabulary: int) -> list[Sequence[ToEngine]]:
+    """Six requests in three batches, two of which begin like the first."""
+
+    def prompt(seed: int, length: int) -> tuple[int, ...]:
+        random = Random(seed)
+        return tuple(random.randrange(100, vocabulary) for _ in range(length))
+
+    shared = prompt(0, 45)
+    contents = [
+        (shared, GREEDY),
+        (prompt(1, 29), DRAWN),
+        (prompt(2, 14), GREEDY),
+        (shared[:32] + prompt(3, 5), RANKED),
+        (shared[:32] + prompt(4, 1), GREEDY),
+        (prompt(5, 1), GREEDY),
+    ]
+    made = [
+        Submission(request=number, prompt=tokens, params=params, max_tokens=LENGTHS[number])
+        for number, (tokens, params) in enumerate(contents)
+    ]
+    return [made[:2], [], [], made[2:5], [], made[5:]]
 
 
 class FakeCapture:
@@ -102,8 +136,8 @@ def emulated_gpu(capture: Callable[[Emulation], Callable[..., Any]]) -> Iterator
         yield emulation
 
 
-def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False) -> Formats:
-    sizes = {"matrices": 1 if fp8 else 2, "cache": 1 if workspaces.fp8_cache else 2}
+def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False, ranks: int = 1) -> Formats:
+    sizes = {"matrices": 1 if fp8 else 2, "cache": 1 if workspaces.fp8_cache else 2, "ranks": ranks}
     return replace(Formats.of(2, panels=False), **sizes, gate_in_place=False, workspaces=workspaces)
 
 
@@ -115,11 +149,13 @@ def build_on_gpu(
     workspaces: Workspaces = SMALL_WORKSPACES,
     reference: bool = False,
     fp8: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[ModelRunner, MemoryLedger]:
     """A runner with FlashInfer's attention, or the reference's beside the same kernels, and its ledger."""
-    ledger = MemoryLedger(plan_memory(checkpoint.config, gpu_formats(workspaces, fp8=fp8), limits, budget=1 << 40))
+    formats = gpu_formats(workspaces, fp8=fp8, ranks=ranks.size if ranks else 1)
+    ledger = MemoryLedger(plan_memory(checkpoint.config, formats, limits, budget=1 << 40))
     kernels, gpu = CudaKernels(torch.bfloat16, CPU, fp8=fp8), Gpu(CPU, workspaces, capture)
-    build = (checkpoint, kernels, torch.bfloat16, limits, ledger, lambda done, total: None, gpu)
+    build = (checkpoint, kernels, torch.bfloat16, limits, ledger, lambda done, total: None, gpu, ranks)
     if not reference:
         runner = build_runner(*build)
     else:
@@ -158,7 +194,7 @@ class Served:
         return [event.error for report in self.reports for event in report.events if event.error is not None]
 
 
-def serve(runner: ModelRunner, limits: RunnerLimits, *batches: Sequence[ToEngine], lookahead: int = 1) -> Served:
+def serve(runner: Runner, limits: RunnerLimits, *batches: Sequence[ToEngine], lookahead: int = 1) -> Served:
     """Run a whole engine over batches of messages, one a turn."""
     scheduler = Scheduler(
         BlockPool(limits.blocks),
