@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
+from bandwidth import read_bandwidth
 
 OCTAVO = str(Path(sys.executable).parent / "octavo")
 WORKLOADS = {
@@ -215,17 +215,6 @@ def run_round(servers: list[Server], number: int, workloads: str, trace: Path) -
         )
         print(f"  gap  {server.name:34} {server.gaps[-1]:8.0f} ms", flush=True)
     return bandwidth
-
-
-def read_bandwidth() -> float:
-    """Bytes per second at which all cores together read 512 MiB that no cache holds: the best of three."""
-    data = torch.ones(1 << 27, dtype=torch.float32)
-    best = 0.0
-    for _ in range(3):
-        started = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - started))
-    return best
 
 
 def bench(server: Server, options: list[str]) -> dict[str, Any]:

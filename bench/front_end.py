@@ -9,16 +9,13 @@ The figure is tokens divided by the CPU time of that one process, so the engine 
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-DAEMON = Path(__file__).parent.parent / "tests" / "support" / "scripted_daemon.py"
+from daemons import SCRIPTED, serving
+
 ENDPOINTS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go on."}]}),
     "completions": ("/v1/completions", {"prompt": [5, 6, 7]}),
@@ -27,7 +24,8 @@ ENDPOINTS = {
 
 def main() -> None:
     arguments = parse_arguments()
-    with serving(arguments.streams, arguments.step_seconds) as (port, pid):
+    limits = ["--max-num-seqs", str(arguments.streams), "--max-num-batched-tokens", "512", "--kv-blocks", "16384"]
+    with serving([*SCRIPTED, *limits, "--step-seconds", str(arguments.step_seconds)]) as (port, pid):
         for endpoint in arguments.endpoint:
             asyncio.run(load(port, endpoint, arguments.streams, 20))
             for length in arguments.output_tokens:
@@ -57,21 +55,6 @@ def parse_arguments() -> argparse.Namespace:
         help="of the engine, so that tokens come one at a time; 0: flat out",
     )
     return parser.parse_args()
-
-
-@contextlib.contextmanager
-def serving(streams: int, step_seconds: float) -> Iterator[tuple[int, int]]:
-    """The port and process id of a server around an engine without a model."""
-    options = ["--port", "0", "--max-num-seqs", str(streams), "--max-num-batched-tokens", "512", "--kv-blocks", "16384"]
-    command = [sys.executable, str(DAEMON), *options, "--step-seconds", str(step_seconds)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = next((line for line in process.stderr or () if "serving on" in line), "")
-            if not line:
-                raise SystemExit("the server did not start")
-            yield int(line.rpartition(":")[2]), process.pid
-        finally:
-            process.kill()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -13,16 +13,12 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-DAEMON = Path(__file__).parent.parent / "tests" / "support" / "scripted_daemon.py"
+from daemons import SCRIPTED, serving
+
 SLOTS, QUEUE = 8, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 16, 16
 BASE_REQUESTS = 20
@@ -47,7 +43,11 @@ class Reply:
 
 def main() -> None:
     arguments = parse_arguments()
-    with serving(arguments.model, arguments.step_seconds) as port:
+    command = [*SCRIPTED, "--step-seconds", arguments.step_seconds]
+    if arguments.model is not None:
+        command = [sys.executable, "-m", "octavo.server.cli", "serve", arguments.model]
+    limits = ["--max-num-seqs", str(SLOTS), "--max-queued-requests", str(QUEUE)]
+    with serving([*command, *limits]) as (port, _):
         asyncio.run(measure(port, arguments.seconds))
 
 
@@ -57,24 +57,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--step-seconds", default="0.02", help="of the engine without a model")
     parser.add_argument("--seconds", type=float, default=20.0, help="of saturation, and of the overload")
     return parser.parse_args()
-
-
-@contextlib.contextmanager
-def serving(model: str | None, step_seconds: str) -> Iterator[int]:
-    """The port of a server with few slots and a short queue."""
-    command = [sys.executable, str(DAEMON), "--step-seconds", step_seconds]
-    if model is not None:
-        command = [sys.executable, "-m", "octavo.server.cli", "serve", model]
-    options = ["--port", "0", "--max-num-seqs", str(SLOTS), "--max-queued-requests", str(QUEUE)]
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = next((line for line in process.stderr or () if "serving on" in line), "")
-            if not line:
-                raise SystemExit("the server did not start")
-            threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()  # it logs each request
-            yield int(line.split("serving on ")[1].split()[0].rstrip("/;,").rpartition(":")[2])
-        finally:
-            process.terminate()
 
 
 async def measure(port: int, seconds: float) -> None:

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
+from bandwidth import read_bandwidth
 
-from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.library import Library
 from octavo.model.runner import ModelRunner
 from octavo.model.sampling import Sampler
@@ -133,20 +132,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=96, help="measured steps (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()
-
-
-def read_bandwidth() -> float:
-    """Bytes per second at which all cores together read 512 MiB that no cache holds: the best of three."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(available_cores())  # the engine leaves torch only one
-    data = torch.ones(1 << 27, dtype=torch.float32)
-    best = 0.0
-    for _ in range(3):
-        started = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - started))
-    torch.set_num_threads(threads)
-    return best
 
 
 def steps(

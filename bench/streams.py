@@ -8,26 +8,20 @@ Every stream sends its requests one after another (a closed loop) with prompts o
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import random
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
-
-OCTAVO = Path(sys.executable).parent / "octavo"
+from daemons import serving
 
 
 def main() -> None:
     arguments = parse_arguments()
-    with serving(arguments.model) as url:
+    with serving([sys.executable, "-m", "octavo.server.cli", "serve", arguments.model]) as (port, _):
+        url = f"http://127.0.0.1:{port}"
         vocabulary = range(1000, 20_000)
         rates: dict[int, float] = {}
         for round_number in range(arguments.rounds):
@@ -56,30 +50,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (default: %(default)s)")
     return parser.parse_args()
-
-
-@contextlib.contextmanager
-def serving(model: str) -> Iterator[str]:
-    """Run a server on a free port until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [OCTAVO, "serve", model, "--port", str(port), "--log-level", "warning"], env=dict(os.environ)
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            if process.poll() is not None:
-                sys.exit(f"the server ended with exit code {process.returncode}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 async def load(url: str, prompts: list[list[int]], streams: int, output_tokens: int) -> tuple[float, float]:
