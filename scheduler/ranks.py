@@ -190,12 +190,8 @@ def main(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except RankError as error:
-        _log.error("%s", error)
-        leave(INTERNAL_ERROR)
-        raise
-    except Exception:
-        _log.exception("this rank of the model cannot go on")
+    except Exception as error:
+        _log.error("this rank of the model cannot go on: %s", error, exc_info=not isinstance(error, RankError))
         leave(INTERNAL_ERROR)
         raise
     leave(0)
