@@ -1,6 +1,6 @@
 """Who may ask for what: API keys, and Host headers that are what they seem.
 
-Both are plain ASGI and look at `scope["path"]`, by which routes are matched; an URL put together from headers of
+Both look at `scope["path"]`, by which routes are matched; an URL put together from headers of
 the client's choice decides nothing.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from octavo.server.errors import APIError, answer
+from octavo.server.errors import APIError
 
 HOST = re.compile(rb"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -28,44 +28,31 @@ class AccessRules:
     """A key for /metrics alone."""
 
 
-class HostCheck:
-    """Refuses requests with a Host header that is missing, doubled, or no host."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 400."""
-        hosts = _values(scope, b"host") if scope["type"] == "http" else [b"-"]
-        old = scope.get("http_version") == "1.0" and not hosts
-        if old or (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
-            await self._app(scope, receive, send)
-        else:
-            error = APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
-            await answer(error, scope)(scope, receive, send)
+def check_host(scope: Scope) -> None:
+    """Raise 400 for a Host header that is missing, doubled, or no host."""
+    hosts = _values(scope, b"host")
+    old = scope.get("http_version") == "1.0" and not hosts
+    if not old and (len(hosts) != 1 or not HOST.fullmatch(hosts[0])):
+        raise APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
 
 
 class Authentication:
     """Asks for a key on every path but /health and those below it."""
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
-        self._app = app
+    def __init__(self, rules: AccessRules) -> None:
         self._keys = _digests(rules.keys)
         self._metrics_keys = self._keys + _digests((rules.metrics_key,) if rules.metrics_key else ())
         self._metrics_open = rules.metrics_open
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
-        if scope["type"] != "http" or self._allows(scope):
-            await self._app(scope, receive, send)
-        else:
-            error = APIError(
+    def check(self, scope: Scope) -> None:
+        """Raise 401 for a request without the key that it needs."""
+        if not self._allows(scope):
+            raise APIError(
                 401,
                 "A valid API key is needed: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await answer(error, scope)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         path = scope["path"]

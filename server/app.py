@@ -8,13 +8,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
-from octavo.server.access import AccessRules, Authentication, HostCheck
+from octavo.server.access import AccessRules, Authentication, check_host
 from octavo.server.errors import APIError, answer, internal_error, is_messages
+from octavo.server.gate import Gate
 from octavo.server.generate import add_generation_routes
 from octavo.server.health import add_health_routes
 from octavo.server.inspection import add_inspection_routes
@@ -41,6 +44,7 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     add_inspection_routes(app, service)
     add_responses_route(app, service)
     add_messages_routes(app, service)
+    _add_queue_check(app, service)
     return app
 
 
@@ -51,7 +55,7 @@ def bare_app(metrics: Metrics, rules: AccessRules | None, origins: Sequence[str]
     app.add_exception_handler(APIError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     # Each layer wraps those added before it.
-    app.add_middleware(Authentication, rules=rules or AccessRules())
+    app.add_middleware(Gate, judge=Authentication(rules or AccessRules()).check)
     if origins:  # outside of the keys: a browser asks whether it may send one before it sends it
         app.add_middleware(
             CORSMiddleware,
@@ -60,7 +64,7 @@ def bare_app(metrics: Metrics, rules: AccessRules | None, origins: Sequence[str]
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-octavo-seed"],
         )
-    app.add_middleware(HostCheck)
+    app.add_middleware(Gate, judge=check_host)
     app.add_middleware(RequestContext, responded=metrics.responded)
     return app
 
@@ -91,6 +95,20 @@ def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", tags=["operate"], summary="Prometheus metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
         return PlainTextResponse(metrics.exposition(), media_type=CONTENT_TYPE)
+
+
+def _add_queue_check(app: FastAPI, service: Service) -> None:
+    """Refuse to generate where not even one more request could wait, before anything is made of what was sent.
+
+    What depends on a request, such as the room that its tokens or its choices need, is judged once that is known.
+    """
+    paths = {route.path for route in app.routes if isinstance(route, APIRoute) and "generate" in route.tags}
+
+    def check(scope: Scope) -> None:
+        if scope["path"] in paths and scope["method"] == "POST":
+            service.admit(1)
+
+    app.user_middleware.append(Middleware(Gate, judge=check))  # within those that ask who it is
 
 
 def _add_operation_routes(app: FastAPI) -> None:

@@ -8,7 +8,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo.server.answer import ChatWriter, CompletionWriter, Head, Shown
-from octavo.server.body import read
 from octavo.server.calls import ToolWriter
 from octavo.server.choice import Choice
 from octavo.server.life import Origin
@@ -38,7 +37,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", tags=["generate"], summary="Continue one or several prompts")
     async def completions(request: Request) -> Response:
-        body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
+        body = await service.read(request, partial(parse, CompletionRequest))
 
         def writer(prepared: Prepared) -> Teller:
             head = Head(body.model, service.fingerprint, "cmpl")
@@ -49,7 +48,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", tags=["generate"], summary="Continue a conversation")
     async def chat_completions(request: Request) -> Response:
-        body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
+        body = await service.read(request, partial(parse, ChatRequest))
 
         def writer(prepared: Prepared) -> Teller:
             head = Head(body.model, service.fingerprint, "chatcmpl")

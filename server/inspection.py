@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 
 from octavo.server import __version__, protocol
-from octavo.server.body import JSONBody, read
+from octavo.server.body import JSONBody
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
 from octavo.server.prepare import Prepared
@@ -44,7 +44,7 @@ def add_inspection_routes(app: FastAPI, service: Service) -> None:
 def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="The token ids of a text or a conversation")
     async def tokenize(request: Request) -> JSONBody:
-        body = await read(request, service.max_body_bytes, _tokenize_request)
+        body = await service.read(request, _tokenize_request)
         if body.model is not None:
             service.check_model(body.model)
         if isinstance(body, TokenizeChat):
@@ -57,7 +57,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids")
     async def detokenize(request: Request) -> JSONBody:
-        body = await read(request, service.max_body_bytes, partial(parse, DetokenizeRequest))
+        body = await service.read(request, partial(parse, DetokenizeRequest))
         if body.model is not None:
             service.check_model(body.model)
         context = service.client.ready.max_model_len
@@ -97,14 +97,14 @@ def _add_render_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
     async def render_completion(request: Request) -> JSONBody:
-        body = await read(request, service.max_body_bytes, partial(parse, CompletionRequest))
+        body = await service.read(request, partial(parse, CompletionRequest))
         service.check_model(body.model)
         prepared = await service.prepare(body)
         return JSONBody(_rendered(body, prepared, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
-        body = await read(request, service.max_body_bytes, partial(parse, ChatRequest))
+        body = await service.read(request, partial(parse, ChatRequest))
         service.check_model(body.model)
         prepared = await service.prepare(body)
         return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
@@ -140,9 +140,9 @@ def _info(service: Service) -> dict[str, Any]:
             "max_model_len": ready.max_model_len,
             "max_num_seqs": ready.max_num_seqs,
             "max_num_batched_tokens": ready.max_num_batched_tokens,
-            "max_queued_requests": service.max_queued_requests,
-            "max_queued_tokens": service.max_queued_tokens,
-            "max_body_bytes": service.max_body_bytes,
+            "max_queued_requests": service.settings.max_queued_requests,
+            "max_queued_tokens": service.settings.max_queued_tokens,
+            "max_body_bytes": service.settings.max_body_bytes,
             "n": protocol.MAX_CHOICES,
             "prompts": protocol.MAX_PROMPTS,
             "logprobs": protocol.MAX_LOGPROBS,

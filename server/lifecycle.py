@@ -167,13 +167,8 @@ def _load_service(settings: Settings, client: EngineClient) -> Service:
         tokenizer=tokenizer,
         template=load_template(server.chat_template, tokenizer),
         names=server.served_model_name,
-        tool_call_parser=server.tool_call_parser,
         config=read_config(path),
-        max_body_bytes=server.max_body_bytes,
-        max_queued_requests=server.max_queued_requests,
-        max_queued_tokens=server.max_queued_tokens,
-        queue_timeout=server.queue_timeout,
-        request_timeout=server.request_timeout,
+        settings=server,
         options=GenerationOptions(
             server.max_tokens_policy, choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
         ),

@@ -32,12 +32,14 @@ def configure(level: str, log_format: str = "text") -> None:
 def is_worth_a_line(record: logging.LogRecord) -> bool:
     """Whether an access is logged: probes and scrapes, which come every few seconds for ever, are not.
 
+    Nor are refusals by a full queue, each of which takes time from what is computed: `ActivityLog` counts them.
+
     uvicorn's arguments are the client's address, method, path with query, HTTP version and status.
     """
     arguments = record.args
-    if not isinstance(arguments, tuple) or len(arguments) < 3:
+    if not isinstance(arguments, tuple) or len(arguments) < 5:
         return True
-    return str(arguments[2]).partition("?")[0] not in _QUIET_ROUTES
+    return arguments[4] != 429 and str(arguments[2]).partition("?")[0] not in _QUIET_ROUTES
 
 
 def log_request(life: Life) -> None:
@@ -78,13 +80,13 @@ class ActivityLog:
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._last = (clock(), metrics.prompt_tokens, metrics.generated_tokens)
+        self._last = (clock(), metrics.prompt_tokens, metrics.generated_tokens, metrics.refused)
 
     def line(self) -> str | None:
         """Return the next line; None if nothing has happened since the last one and nothing runs."""
         metrics = self._metrics
-        now = (self._clock(), metrics.prompt_tokens, metrics.generated_tokens)
-        elapsed, prompt, generated = (new - old for new, old in zip(now, self._last, strict=True))
+        now = (self._clock(), metrics.prompt_tokens, metrics.generated_tokens, metrics.refused)
+        elapsed, prompt, generated, refused = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         if not (prompt or generated or metrics.running or metrics.waiting):
             return None
@@ -93,6 +95,6 @@ class ActivityLog:
         return (
             f"Avg prompt throughput: {prompt / elapsed:.1f} tokens/s, "
             f"Avg generation throughput: {generated / elapsed:.1f} tokens/s, "
-            f"Running: {metrics.running} reqs, Waiting: {metrics.waiting} reqs, "
+            f"Running: {metrics.running} reqs, Waiting: {metrics.waiting} reqs, Refused: {refused} reqs, "
             f"KV cache usage: {metrics.cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}"
         )

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from octavo.server.body import read
 from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
 from octavo.server.generate import respond
@@ -105,7 +104,7 @@ def add_messages_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", tags=["generate"], summary="Answer a conversation, in Anthropic's shape")
     async def messages(request: Request) -> Response:
-        body = await read(request, service.max_body_bytes, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
+        body = await service.read(request, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
         return await respond(service, request, body.chat(), partial(MessageTeller, body))
 
     @app.post("/v1/messages/count_tokens", tags=["tokens"], summary="The tokens of a conversation's prompt")
@@ -114,7 +113,7 @@ def add_messages_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _count(service: Service, request: Request) -> Response:
-    body = await read(request, service.max_body_bytes, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
+    body = await service.read(request, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
     chat = body.chat()
     service.check_model(chat.model)
     ids = await encode_prompt(

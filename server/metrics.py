@@ -15,15 +15,7 @@ from prometheus_client.registry import Collector
 
 from octavo.scheduler.messages import EngineStats, FinishReason, MemoryLine, Ready, StepReport, TokenEvent
 from octavo.server import __version__
-from octavo.server.histogram import (
-    FIRST_TOKEN_SECONDS,
-    LAG_SECONDS,
-    REQUEST_SECONDS,
-    REQUEST_TOKENS,
-    STEP_TOKENS,
-    TOKEN_SECONDS,
-    Histogram,
-)
+from octavo.server.histogram import HISTOGRAMS, Histogram
 from octavo.server.life import Life, Origin
 from octavo.server.memory import MemoryAccounts
 
@@ -64,21 +56,7 @@ class Metrics(Collector):
         self.engine_restarts = 0
         self.requests_resumed = 0
         self._responses: dict[int | str, int] = dict.fromkeys((*STATUSES, "other"), 0)
-        self._first_token = Histogram(FIRST_TOKEN_SECONDS)
-        self._between_tokens = Histogram(TOKEN_SECONDS)
-        self._per_token = Histogram(TOKEN_SECONDS)
-        self._whole_request = Histogram(REQUEST_SECONDS)
-        self._queue = Histogram(REQUEST_SECONDS)
-        self._prefill = Histogram(REQUEST_SECONDS)
-        self._decode = Histogram(REQUEST_SECONDS)
-        self._prompt_length = Histogram(REQUEST_TOKENS)
-        self._generated_length = Histogram(REQUEST_TOKENS)
-        self._schedule = Histogram(TOKEN_SECONDS)
-        self._device = Histogram(TOKEN_SECONDS)
-        self._commit = Histogram(TOKEN_SECONDS)
-        self._step_tokens = Histogram(STEP_TOKENS)
-        self._step_rows = Histogram(STEP_TOKENS)
-        self._lag = Histogram(LAG_SECONDS)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -170,9 +148,14 @@ class Metrics(Collector):
         """An HTTP response begins."""
         self._responses[status if status in self._responses else "other"] += 1
 
+    @property
+    def refused(self) -> int:
+        """Requests that were answered 429."""
+        return self._responses[429]
+
     def lagged(self, seconds: float) -> None:
         """The event loop came back to something this much later than it should have."""
-        self._lag.observe(seconds)
+        self._observe("event_loop_lag_seconds", seconds)
 
     def step(self, report: StepReport) -> None:
         """Take a report into account."""
@@ -181,11 +164,11 @@ class Metrics(Collector):
         if stats.steps_total != self.stats.steps_total:
             self._last_step_timestamp = time.time()
             self._heartbeat = now
-            self._schedule.observe(stats.schedule_seconds)
-            self._device.observe(stats.device_seconds)
-            self._commit.observe(stats.commit_seconds)
-            self._step_tokens.observe(stats.step_tokens)
-            self._step_rows.observe(stats.step_rows)
+            self._observe("step_schedule_seconds", stats.schedule_seconds)
+            self._observe("step_device_seconds", stats.device_seconds)
+            self._observe("step_commit_seconds", stats.commit_seconds)
+            self._observe("step_tokens", stats.step_tokens)
+            self._observe("step_requests", stats.step_rows)
             self.computed_tokens["decode"] += stats.step_decode_tokens
             self.computed_tokens["prefill"] += stats.step_tokens - stats.step_decode_tokens
         self.stats = stats
@@ -216,17 +199,17 @@ class Metrics(Collector):
             self._leave_queue(life)
             self.cached_tokens += event.cached_tokens
             life.cached_tokens = event.cached_tokens
-            self._queue.observe(event.queue_seconds)
+            self._observe("request_queue_time_seconds", event.queue_seconds)
             life.admitted = life.submitted + event.queue_seconds
         if event.token is not None:
             self.generated_tokens += 1
             life.tokens += 1
             if life.first_token is None:
                 life.first_token = now
-                self._first_token.observe(now - life.submitted)
-                self._prefill.observe(now - (life.admitted or life.submitted))
+                self._observe("time_to_first_token_seconds", now - life.submitted)
+                self._observe("request_prefill_time_seconds", now - (life.admitted or life.submitted))
             else:
-                self._between_tokens.observe(now - max(life.last_token, life.resumed))
+                self._observe("inter_token_latency_seconds", now - max(life.last_token, life.resumed))
             life.last_token = now
         if event.finish is not None:
             self._finish(event.request, event.finish, now)
@@ -236,19 +219,23 @@ class Metrics(Collector):
         self._leave_queue(life)
         life.finish, life.ended = reason, now
         self.finished[reason] += 1
-        self._whole_request.observe(now - life.submitted)
-        self._prompt_length.observe(life.prompt_tokens)
-        self._generated_length.observe(life.tokens)
+        self._observe("e2e_request_latency_seconds", now - life.submitted)
+        self._observe("request_prompt_tokens", life.prompt_tokens)
+        self._observe("request_generation_tokens", life.tokens)
         if life.first_token is not None:
-            self._decode.observe(life.last_token - life.first_token)
+            decoding = life.last_token - life.first_token
+            self._observe("request_decode_time_seconds", decoding)
             if life.tokens > 1:
-                self._per_token.observe((life.last_token - life.first_token) / (life.tokens - 1))
+                self._observe("request_time_per_output_token_seconds", decoding / (life.tokens - 1))
         for hear in self.observers:
             hear(life)
 
     def _total(self, name: str) -> int:
         """A total over all engines there have been."""
         return int(getattr(self._past, name) + getattr(self.stats, name))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def _leave_queue(self, life: Life) -> None:
         self.queued_tokens -= life.queued_tokens
@@ -281,24 +268,8 @@ class Metrics(Collector):
         yield _counters("computed_tokens", text, "kind", self.computed_tokens)
 
     def _latency_metrics(self) -> Iterator[Metric]:
-        for histogram, name, text in (
-            (self._first_token, "time_to_first_token_seconds", "From submission to the first token."),
-            (self._between_tokens, "inter_token_latency_seconds", "Between two tokens of a request."),
-            (self._per_token, "request_time_per_output_token_seconds", "The mean of these over a request."),
-            (self._whole_request, "e2e_request_latency_seconds", "From submission to the end."),
-            (self._queue, "request_queue_time_seconds", "From arrival in the engine to admission."),
-            (self._prefill, "request_prefill_time_seconds", "From admission to the first token."),
-            (self._decode, "request_decode_time_seconds", "From the first token to the last."),
-            (self._prompt_length, "request_prompt_tokens", "Prompt tokens of finished requests."),
-            (self._generated_length, "request_generation_tokens", "Generated tokens of finished requests."),
-            (self._schedule, "step_schedule_seconds", "Choosing what a step computes."),
-            (self._device, "step_device_seconds", "Computing a step, as the engine waits for it."),
-            (self._commit, "step_commit_seconds", "Taking a step's results into account."),
-            (self._step_tokens, "step_tokens", "Tokens computed by a step."),
-            (self._step_rows, "step_requests", "Requests computed by a step."),
-            (self._lag, "event_loop_lag_seconds", "How late the server's event loop comes back to a timer."),
-        ):
-            yield histogram.family(f"octavo_{name}", text)
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._histograms[name].family(f"octavo_{name}", text)
 
     def _engine_metrics(self) -> Iterator[Metric]:
         ready = self._ready

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from octavo.server.body import read
 from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
 from octavo.server.generate import respond
@@ -118,7 +117,7 @@ def add_responses_route(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", tags=["generate"], summary="Answer a text or a conversation, without state")
     async def responses(request: Request) -> Response:
-        body = await read(request, service.max_body_bytes, partial(parse, ResponsesRequest, unsupported=UNSUPPORTED))
+        body = await service.read(request, partial(parse, ResponsesRequest, unsupported=UNSUPPORTED))
         try:
             return await respond(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:

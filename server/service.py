@@ -2,11 +2,14 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+from fastapi import Request
 
 from octavo.model.config import ModelConfig
 from octavo.server import __version__
+from octavo.server.body import T, read
 from octavo.server.choice import Choice
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, draining, engine_unavailable, invalid, queue_full
@@ -15,6 +18,7 @@ from octavo.server.life import Origin
 from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from octavo.server.rendering import Renderer
+from octavo.server.settings import ServerSettings
 from octavo.server.structured import Grammar, GrammarCompiler, constraint_of, vocabulary_of
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
@@ -34,24 +38,18 @@ class Service:
     names: Sequence[str]
     """Served model names; the first is the one that answers carry by default."""
     config: ModelConfig
-    max_body_bytes: int = 4 * 1024 * 1024
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    queue_timeout: float = 0.0
-    """Seconds; 0 is no limit. The same of `request_timeout`."""
-    request_timeout: float = 0.0
+    settings: ServerSettings
     options: GenerationOptions = field(default_factory=GenerationOptions)
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    tool_call_parser: str = "auto"
     grammars: GrammarCompiler = field(init=False)
     tool_format: ToolFormat = field(init=False)
     renderer: Renderer | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tool_format = choose_format(self.tool_call_parser, self.template, self.tokenizer)
-        waiting = self.client.ready.max_num_seqs + self.max_queued_requests
+        self.tool_format = choose_format(self.settings.tool_call_parser, self.template, self.tokenizer)
+        waiting = self.client.ready.max_num_seqs + self.settings.max_queued_requests
         self.renderer = Renderer(self.template, waiting) if self.template is not None else None
         self.grammars = GrammarCompiler(vocabulary_of(self.tokenizer, self.client.ready))
 
@@ -104,12 +102,16 @@ class Service:
             raise draining()
         if not self.client.alive:
             raise engine_unavailable()
-        if self.client.live + generations > self.client.ready.max_num_seqs + self.max_queued_requests:
+        if self.client.live + generations > self.client.ready.max_num_seqs + self.settings.max_queued_requests:
             metrics.rejected("queue_full")
-            raise queue_full(f"{self.max_queued_requests} requests")
-        if metrics.queued_tokens and metrics.queued_tokens + prompt_tokens > self.max_queued_tokens:
+            raise queue_full(f"{self.settings.max_queued_requests} requests")
+        if metrics.queued_tokens and metrics.queued_tokens + prompt_tokens > self.settings.max_queued_tokens:
             metrics.rejected("queue_tokens")
-            raise queue_full(f"{self.max_queued_tokens} prompt tokens")
+            raise queue_full(f"{self.settings.max_queued_tokens} prompt tokens")
+
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """Read a JSON body and parse it. Raises 413 or 415, and what `parse` raises."""
+        return await read(request, self.settings.max_body_bytes, parse)
 
     async def prepare(self, request: CompletionRequest | ChatRequest) -> Prepared:
         """Bring a request to what the engine can run. Raises APIError (400)."""
@@ -157,7 +159,7 @@ class Service:
                     number = f"/{len(choices)}" if generations > 1 else ""
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)
-                    generation.expire(self.queue_timeout, self.request_timeout)
+                    generation.expire(self.settings.queue_timeout, self.settings.request_timeout)
                     choice = Choice(len(choices), generation, text, show_stop_ids=show_stop)
                     choice.constraint = None if grammar is None else grammar.param
                     choices.append(choice)

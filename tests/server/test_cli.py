@@ -107,4 +107,6 @@ def test_only_the_access_logs_own_records_are_filtered() -> None:
 
     assert not is_worth_a_line(record("1.2.3.4:5", "GET", "/health/live?x=1", "1.1", 200))
     assert is_worth_a_line(record("1.2.3.4:5", "GET", "/healthy", "1.1", 200))
+    assert not is_worth_a_line(record("1.2.3.4:5", "POST", "/v1/completions", "1.1", 429))
+    assert is_worth_a_line(record("1.2.3.4:5", "POST", "/v1/completions", "1.1", 503))
     assert is_worth_a_line(record())

@@ -272,13 +272,15 @@ def test_the_activity_line_tells_rates_since_the_last_one_and_is_silent_when_idl
     }
     for _ in range(20):
         metrics.step(report(token(1), **stats))
+    for _ in range(3):
+        metrics.responded(429)
     clock.now += 10
     assert activity.line() == (
         "Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 2.0 tokens/s, "
-        "Running: 1 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+        "Running: 1 reqs, Waiting: 1 reqs, Refused: 3 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
     )
     clock.now += 10
-    assert "Avg generation throughput: 0.0 tokens/s, Running: 1 reqs" in (activity.line() or "")
+    assert "0.0 tokens/s, Running: 1 reqs, Waiting: 1 reqs, Refused: 0 reqs" in (activity.line() or "")
     metrics.engine_lost()
     clock.now += 10
     assert activity.line() is None

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from support.live import Live, live_server, story_command
@@ -26,7 +27,7 @@ def test_a_request_that_waits_too_long_is_answered_503(tmp_path: Path) -> None:
     config = EngineConfig(model="smollm2", max_num_seqs=1)
     with live_server(config, command=story_command(tmp_path, {})) as live:
         running = occupied(live)
-        live.service.queue_timeout = 0.3
+        live.service.settings = replace(live.service.settings, queue_timeout=0.3)
         refused = live.post("/v1/completions", prompt=[5])
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_timeout")
         assert refused.headers["retry-after"]
@@ -41,13 +42,13 @@ def test_a_request_that_waits_too_long_is_answered_503(tmp_path: Path) -> None:
 
 def test_a_request_that_takes_too_long_is_answered_504(tmp_path: Path) -> None:
     with live_server(command=story_command(tmp_path, {})) as live:
-        live.service.request_timeout = 2.0
+        live.service.settings = replace(live.service.settings, request_timeout=2.0)
         refused = live.post("/v1/completions", prompt=[SLOW], max_tokens=1900)
         assert (refused.status_code, refused.json()["error"]["code"]) == (504, "request_timeout")
         *before, last = live.stream_lines("/v1/completions", prompt=[SLOW], max_tokens=1900)
         assert before[0]["choices"][0]["text"]
         assert last["error"]["code"] == "request_timeout"
-        live.service.request_timeout = 0.0
+        live.service.settings = replace(live.service.settings, request_timeout=0.0)
         assert live.completion(prompt=[5], max_tokens=3)["usage"]["completion_tokens"] == 3
         assert live.metric(TIMED_OUT) == 2
         assert live.metric('octavo_kv_blocks{state="used"}') == 0

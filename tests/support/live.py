@@ -20,6 +20,7 @@ from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.app import create_app
 from octavo.server.client import ENGINE_COMMAND, EngineClient
+from octavo.server.flags import resolve
 from octavo.server.listening import bind
 from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
@@ -122,15 +123,13 @@ def live_server(
     command: Sequence[str] = ENGINE_COMMAND,
     model: str = "smollm2",
     tokenizer: Tokenizer | None = None,
-    max_body_bytes: int = 4 * 1024 * 1024,
-    max_queued_requests: int = 1024,
-    max_queued_tokens: int = 1 << 20,
     rules: AccessRules | None = None,
     origins: Sequence[str] = (),
     policy: RestartPolicy | None = None,
     limits: ConnectionLimits | None = None,
+    **settings: object,
 ) -> Iterator[Live]:
-    """Serve until the block ends; the engine must be gone then."""
+    """Serve until the block ends, with these settings of the server; the engine must be gone then."""
     started: threading.Event = threading.Event()
     box: dict[str, object] = {}
     path = locate(model)
@@ -146,9 +145,7 @@ def live_server(
             template,
             ("smollm2", "alias/with-slash"),
             read_config(path),
-            max_body_bytes=max_body_bytes,
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
+            resolve({name: str(value) for name, value in settings.items()}, {}).server,
         )
         service.open()
         listener = bind("127.0.0.1", 0)
