@@ -1,6 +1,10 @@
 """How many bytes a token and a block of KV take."""
 
 from dataclasses import dataclass
+from typing import Final
+
+SCALES: Final = ("k_scale", "v_scale")
+"""What the K and the V of a layer may be multiplied with, where 8-bit floats are kept of them."""
 
 
 @dataclass(frozen=True, slots=True)

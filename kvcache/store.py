@@ -26,6 +26,8 @@ class KVStore:
         elements = layout.block_size * layout.kv_heads * layout.head_dim
         self.layout = layout
         self.blocks = blocks
+        self.scales: list[dict[str, float]] = [{} for _ in range(layout.layers)]
+        """By layer and the names in SCALES: what the numbers in the store are multiplied with, where that is not 1."""
         shape = (layout.layers, 2, blocks, elements)
         if device.type == "cpu":
             size = math.prod(shape) * dtype.itemsize

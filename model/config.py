@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from octavo.model.config_keys import refuse_unknown_keys, refuse_unknown_rope_keys
 from octavo.model.fields import Fields
-from octavo.model.quantization import stores_fp8
+from octavo.model.quantization import scales_cache, stores_fp8
 from octavo.model.weights.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -73,6 +73,8 @@ class ModelConfig:
     """GGUF type of every matrix that can be kept in its quantised blocks, by its Hugging Face name."""
     stored_fp8: bool = False
     """Whether the checkpoint has the matrices of the blocks as 8-bit floats, with a scale for each row."""
+    cache_scales: bool = False
+    """Whether the checkpoint has, for a cache of 8-bit floats, a scale for the K and one for the V of every block."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
@@ -134,6 +136,7 @@ class ModelConfig:
             sliding_window=_hugging_face_window(fields, architecture, layers),
             dtype=_hugging_face_dtype(fields),
             stored_fp8=stores_fp8(fields),
+            cache_scales=scales_cache(fields),
             eos_ids=tuple(dict.fromkeys(ends)),
             bos_id=next(iter(fields.token_ids("bos_token_id", vocabulary)), None),
         )

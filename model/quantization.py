@@ -18,6 +18,7 @@ _WANTED: Final[Mapping[str, _Wanted]] = {
     "weights": {**_FP8, "strategy": ("channel", "tensor"), "dynamic": (False, None)},
     "input_activations": {**_FP8, "strategy": ("token",), "dynamic": (True,)},
 }
+_CACHE: Final[_Wanted] = {**_FP8, "strategy": ("tensor",), "dynamic": (False, None)}
 _OUTSIDE: Final = {"lm_head", "embed_tokens", "model.embed_tokens"}
 """What may be left unquantised: it is no matrix of a block."""
 
@@ -27,28 +28,35 @@ def stores_fp8(fields: Fields) -> bool:
     section = fields.section("quantization_config")
     if section is None:
         return False
-    _require(section, "kv_cache_scheme", (None,))
     method = section.text("quant_method")
     if method == "fp8":
-        _require(section, "activation_scheme", ("dynamic",))
-        _require(section, "weight_block_size", (None,))
+        _require(section, kv_cache_scheme=(None,), activation_scheme=("dynamic",), weight_block_size=(None,))
         _check_exceptions(section, "ignored_layers", "modules_to_not_convert")
         return True
     if method != "compressed-tensors":
         raise section.error("quant_method", f"is {method[:80]!r}, which is not supported; {_ADVICE}")
-    _require(section, "format", ("float-quantized",))
+    _require(section, format=("float-quantized",))
     groups = section.section("config_groups")
     if groups is None or len(groups.values) != 1:
         raise section.error("config_groups", f"does not hold one group; {_ADVICE}")
     group = groups.section(next(iter(groups.values))) or groups
-    _require(group, "targets", (["Linear"],))
+    _require(group, targets=(["Linear"],))
     for part, wanted in _WANTED.items():
         found = group.section(part)
         if found is None:
             raise group.error(part, f"is missing; {_ADVICE}")
-        for name, values in wanted.items():
-            _require(found, name, values)
+        _require(found, **wanted)
     _check_exceptions(section, "ignore")
+    return True
+
+
+def scales_cache(fields: Fields) -> bool:
+    """Whether a checkpoint of 8-bit floats has scales for the cache. CheckpointError for any but a number a layer."""
+    section = fields.section("quantization_config")
+    scheme = section and section.section("kv_cache_scheme")
+    if scheme is None:
+        return False
+    _require(scheme, **_CACHE)
     return True
 
 
@@ -60,6 +68,7 @@ def _check_exceptions(fields: Fields, *names: str) -> None:
                 raise fields.error(name, f"has {entry[:80]!r}, but only lm_head may be left out; {_ADVICE}")
 
 
-def _require(fields: Fields, name: str, values: tuple[object, ...]) -> None:
-    if (value := fields.values.get(name)) not in values:
-        raise fields.error(name, f"is {str(value)[:80]!r}, which is not supported; {_ADVICE}")
+def _require(fields: Fields, **wanted: tuple[object, ...]) -> None:
+    for name, values in wanted.items():
+        if (value := fields.values.get(name)) not in values:
+            raise fields.error(name, f"is {str(value)[:80]!r}, which is not supported; {_ADVICE}")

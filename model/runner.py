@@ -17,7 +17,7 @@ from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
 from octavo.model.arena_layout import arena_layout, bytes_in_use
 from octavo.model.attention import EMPTY_BATCH, AttentionBackend
-from octavo.model.attention.load import load_attention
+from octavo.model.attention.load import load_attention, scale_destinations
 from octavo.model.device import CPU, Fence, Lander, to_device
 from octavo.model.device_sampling import DeviceSampler
 from octavo.model.draw import RowScratch
@@ -289,7 +289,7 @@ def build_runner(
     if ranks:
         workspaces += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width, device)
     ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
-    destinations = model.destinations()
+    destinations = model.destinations() | scale_destinations(config, store)
     if ranks:
         destinations = share_destinations(destinations, stored_shapes(checkpoint.config), ranks.rank)
     digest = load_weights(checkpoint, destinations, progress)

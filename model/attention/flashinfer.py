@@ -5,14 +5,15 @@ wrapper, the rest of a mixed step through the prefill wrapper, whose query tiles
 the host decides for a step is planned once, from host memory, so that planning waits for nothing on the device.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kvcache.layout import SCALES
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
@@ -28,19 +29,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 Cache = tuple[Tensor, Tensor]
 """K and V of one layer: [blocks, block_size, kv_heads, head_dim]."""
-Run = Callable[[Tensor, Cache, Tensor], None]
+Scales = Mapping[str, float]
+"""SCALES of one layer, by which what the cache holds is multiplied; or none."""
+Run = Callable[[Tensor, Cache, Tensor, Scales], None]
 """Attend from queries [rows, heads, head_dim] to one layer's K and V, into an output of the same shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a step that one wrapper computes. int32 on the host but for `indices`."""
-
-    query_indptr: Tensor
-    kv_lengths: Tensor
-    block_indptr: Tensor
-    block_indices: Tensor
-    last_block_len: Tensor
 
 
 @dataclass(slots=True)
@@ -55,9 +47,9 @@ class FlashInferAttention:
     """Paged attention over one KV store on one GPU.
 
     bfloat16 and float16; head_dim 64, 128 or 256. A store of 8-bit floats keeps K and V rounded to nearest, and the
-    largest number for what lies beyond it; fa2 widens them as it reads. The store has one block more than the pool: its
-    last is read and written by padded rows. Which order a row's K and V are added in depends on the rows beside it, so
-    its last bits do.
+    largest number for what lies beyond it; fa2 widens them as it reads. Where the store has scales, what is rounded is
+    the quotient, a number of dtype. The store has one block more than the pool: its last is read and written by padded
+    rows. Which order a row's K and V are added in depends on the rows beside it, so its last bits do.
     """
 
     def __init__(
@@ -79,6 +71,7 @@ class FlashInferAttention:
         self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
         pages = (store.blocks, layout.block_size, layout.kv_heads, layout.head_dim)
         self._layers = [(store.keys(i).view(pages), store.values(i).view(pages)) for i in range(layout.layers)]
+        self._scales = store.scales
         self._padding_block = store.blocks - 1
         self._parts: list[tuple[slice, Run]] | None = None
         self._tokens = 0
@@ -161,25 +154,27 @@ class FlashInferAttention:
             # The kernels reinterpret memory: a tensor of another dtype would become noise, not an error.
             if tensor.dtype != self._dtype or tensor.device != self._device or tensor.shape[0] < self._tokens:
                 raise ValueError(f"expected {self._dtype} on {self._device} with {self._tokens} tokens or more")
-        cache = self._layers[layer]
-        for pages, new in zip(cache, (k, v), strict=True):
-            self._append(pages.flatten(0, 1), new[: self._tokens])
+        cache, scales = self._layers[layer], self._scales[layer]
+        for pages, new, name in zip(cache, (k, v), SCALES, strict=True):
+            self._append(pages.flatten(0, 1), new[: self._tokens], scales.get(name, 1.0))
         # The kernels know no row stride of their output.
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         for tokens, run in self._parts:
-            run(q[tokens], cache, target[tokens])
+            run(q[tokens], cache, target[tokens], scales)
         if self._tokens < out.shape[0]:
             target[self._tokens :].zero_()
         if target is not out:
             out.copy_(target)
 
-    def _append(self, positions: Tensor, new: Tensor) -> None:
+    def _append(self, positions: Tensor, new: Tensor, scale: float) -> None:
         """Write K or V of the step's tokens to their slots among all positions of the cache."""
         slots = self._slots[: self._tokens]
         if self._cache_dtype == FP8:
             # Beyond the largest number lies NaN, so it is clamped first. The copy is one of bytes.
             rounded = self._rounded[: self._tokens]
-            rounded.copy_(torch.clamp(new, -LARGEST, LARGEST, out=self._clamped[: self._tokens]))
+            bound, clamped = LARGEST * scale, self._clamped[: self._tokens]
+            torch.clamp(new, -bound, bound, out=clamped)
+            rounded.copy_(clamped if scale == 1 else clamped.div_(scale))
             positions, new = positions.view(torch.uint8), rounded.view(torch.uint8)
         positions.index_copy_(0, slots, new)
 
@@ -201,23 +196,25 @@ class FlashInferAttention:
             slots=longer(batch.slots, self._padding_block * self._block_size, 0),
         )
 
-    def _part(self, batch: AttentionBatch, first: int, end: int) -> _Part:
-        """Some of the rows, from pinned memory of their own."""
+    def _part(self, batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
+        """Some of the rows, from pinned memory of their own, but for their blocks, which are on the device."""
 
         def host(values: Tensor) -> Tensor:
             return pinned(values.contiguous(), self._device)
 
         queries, blocks = batch.query_indptr[first : end + 1], batch.block_indptr[first : end + 1]
         indices = batch.block_indices[int(blocks[0]) : int(blocks[-1])]
-        return _Part(
+        return replace(
+            batch,
             query_indptr=host(queries - queries[0]),
             kv_lengths=host(batch.kv_lengths[first:end]),
             block_indptr=host(blocks - blocks[0]),
             block_indices=to_device(indices.numpy(), self._device),
             last_block_len=host(batch.last_block_len[first:end]),
+            slots=batch.slots[int(queries[0]) : int(queries[-1])],
         )
 
-    def _plan_decode(self, part: _Part, padded_rows: int | None) -> Run:
+    def _plan_decode(self, part: AttentionBatch, padded_rows: int | None) -> Run:
         if self._workspaces.decode == "xqa":
             return self._plan_xqa(part)
         chosen = self._decode
@@ -237,7 +234,7 @@ class FlashInferAttention:
         chosen.fence.set()
         return _runner(chosen.wrapper)
 
-    def _plan_prefill(self, part: _Part) -> Run:
+    def _plan_prefill(self, part: AttentionBatch) -> Run:
         self._prefill.fence.wait()
         self._prefill.wrapper.plan(
             qo_indptr=part.query_indptr,
@@ -265,9 +262,9 @@ class FlashInferAttention:
             "o_data_type": self._dtype,
         }
 
-    def _plan_xqa(self, part: _Part) -> Run:
+    def _plan_xqa(self, part: AttentionBatch) -> Run:
         """XQA needs no schedule, only tables and lengths on the device, at addresses that never change."""
-        rows = part.kv_lengths.shape[0]
+        rows = part.rows
         counts = part.block_indptr.diff()
         place = torch.arange(int(counts.sum())) - torch.repeat_interleave(part.block_indptr[:-1], counts)
         cells = torch.repeat_interleave(torch.arange(rows), counts) * self._table_width + place
@@ -276,7 +273,7 @@ class FlashInferAttention:
         self._lengths[:rows].copy_(part.kv_lengths, non_blocking=True)
         return self._run_xqa
 
-    def _run_xqa(self, q: Tensor, cache: Cache, out: Tensor) -> None:
+    def _run_xqa(self, q: Tensor, cache: Cache, out: Tensor, _scales: Scales) -> None:
         rows = q.shape[0]
         queries = self._queries[:rows].copy_(q)  # XQA knows no row stride of its queries
         self._library.decode.xqa_batch_decode_with_kv_cache(
@@ -359,7 +356,7 @@ def _validate_batch(batch: AttentionBatch) -> None:
 
 
 def _runner(wrapper: Any) -> Run:
-    def run(q: Tensor, cache: Cache, out: Tensor) -> None:
-        wrapper.run(q=q, paged_kv_cache=cache, out=out)
+    def run(q: Tensor, cache: Cache, out: Tensor, scales: Scales) -> None:
+        wrapper.run(q=q, paged_kv_cache=cache, out=out, **scales)
 
     return run

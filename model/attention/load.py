@@ -1,5 +1,10 @@
 """Which attention serves beside which kernels."""
 
+from functools import partial
+
+from torch import Tensor
+
+from octavo.kvcache.layout import SCALES
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBackend
 from octavo.model.attention.cpu import CpuAttention
@@ -7,7 +12,11 @@ from octavo.model.attention.fallback import TorchAttention
 from octavo.model.attention.flashinfer import FlashInferAttention
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
+from octavo.model.kernels.fp8 import FP8
 from octavo.model.kernels.native import NativeKernels
+from octavo.model.stacked import unwanted
+from octavo.model.weights import Destination
+from octavo.model.weights.errors import CheckpointError
 from octavo.model.workspaces import Workspaces
 
 
@@ -27,6 +36,24 @@ def load_attention(
         return TorchAttention(config, store)
     variant = attention_variant(kernels.name, config.head_dim)
     return CpuAttention(config, store, kernels.library, variant)
+
+
+def scale_destinations(config: ModelConfig, store: KVStore) -> dict[str, Destination]:
+    """Where a checkpoint's scales of the cache go: to the store, if that holds 8-bit floats."""
+    if not config.cache_scales:
+        return {}
+    found, scaled = {}, store.data.dtype == FP8
+    for layer, scales in enumerate(store.scales):
+        for name in SCALES:
+            tensor = f"model.layers.{layer}.self_attn.{name}"
+            found[tensor] = Destination((1,), partial(_keep, scales, tensor) if scaled else unwanted)
+    return found
+
+
+def _keep(scales: dict[str, float], tensor: str, _first: int, values: Tensor) -> None:
+    if (scale := float(values)) <= 0:
+        raise CheckpointError(f"tensor {tensor!r} is {scale:g}; expected a positive number")
+    scales[tensor.rpartition(".")[2]] = scale
 
 
 def attention_variant(path: str, head_dim: int) -> str:

@@ -75,7 +75,7 @@ class RandomCheckpoint:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        self.config = replace(read_config(path).widened(), stored_fp8=False)
+        self.config = replace(read_config(path).widened(), stored_fp8=False, cache_scales=False)
         self.seed = seed
         self.shapes = tensor_shapes(self.config)
         self.files: dict[str, Path] = {}

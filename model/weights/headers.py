@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from octavo.kvcache.layout import SCALES
 from octavo.model.config import ModelConfig
 from octavo.model.matrices import BlockMatrices, FusedMatrix, vocabulary_matrices
 from octavo.model.weights.configuration import gguf_config, read_config
@@ -60,10 +61,12 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def scale_shapes(config: ModelConfig) -> dict[str, tuple[int]]:
-    """The scales of 8-bit floats beside a checkpoint's tensors: a number for each row of a matrix."""
+    """The scales of 8-bit floats beside a checkpoint's tensors: a number for each row of a matrix, for K and for V."""
     layers = range(config.layers if config.stored_fp8 else 0)
     matrices = (matrix for layer in layers for matrix in BlockMatrices.of(config, layer).all())
-    return {f"{name}.weight_scale": (rows,) for matrix in matrices for name, rows in matrix.parts}
+    cache = [f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in SCALES if config.cache_scales]
+    rows_of = {f"{name}.weight_scale": (rows,) for matrix in matrices for name, rows in matrix.parts}
+    return rows_of | dict.fromkeys(cache, (1,))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

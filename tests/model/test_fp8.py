@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.attention import Bench, Row, Shape, rounded_to_fp8
+from support.attention import LAYER, Bench, Expected, Row, Sequence, Shape, expect, rounded_to_fp8
 from support.checkpoints import tiny_model
 from support.flashinfer_emulation import Emulation, emulated_flashinfer
 from support.gpu_runners import FP8_CACHE, SMALL_WORKSPACES, FakeCapture, build_on_gpu, gpu_formats, serve
@@ -214,6 +214,40 @@ def test_the_cache_keeps_the_nearest_8_bit_numbers_and_the_largest_for_what_lies
         first = 16 * sequence.blocks[0]
         for kept, new in zip(pages, (sequence.k, sequence.v), strict=True):
             assert torch.equal(kept[first : first + 3].double(), rounded_to_fp8(new))
+
+
+def test_attention_to_a_scaled_cache_is_exact_attention_to_what_it_keeps() -> None:
+    """The scales of K and V, no powers of two, are applied once each; the last one rounds the output once more."""
+    scales = {"k_scale": 0.0123, "v_scale": 0.77}
+    bench = Bench.of(Shape(dtype=torch.bfloat16), "flashinfer-fp8")
+    bench.store.scales[LAYER].update(scales)
+    long, short = bench.sequence(41), bench.sequence(20)
+    outputs = bench.step([Row(short, 0, 19), Row(long, 0, 40)]) + bench.step([Row(short, 19, 1), Row(long, 40, 1)])
+    kept = [kept_by(bench, sequence, scales) for sequence in (short, long)]
+    for sequence, stored in zip((short, long), kept, strict=True):
+        for name, side in (("k_scale", "k"), ("v_scale", "v")):
+            # A quotient is rounded to bfloat16, then to 8 bits.
+            quotient = getattr(sequence, side).double() / scales[name]
+            bound = (2.0**-4 * quotient.abs()).clamp(min=2.0**-10) + 2.0**-7 * quotient.abs()
+            off = (getattr(stored, side) / scales[name] - quotient.clamp(-LARGEST, LARGEST)).abs()
+            assert (off <= bound).all()
+    rows = [Row(kept[0], 0, 19), Row(kept[1], 0, 40), Row(kept[0], 19, 1), Row(kept[1], 40, 1)]
+    for row, output in zip(rows, outputs, strict=True):
+        expected = expect(Shape(dtype=torch.bfloat16), row, weight_roundoff=0.0)
+        rounding = ROUNDOFF[torch.bfloat16]
+        bound = expected.bound * (1 + rounding) + rounding * expected.output.abs()
+        Expected(expected.output, bound).assert_matches(output)
+
+
+def kept_by(bench: Bench, sequence: Sequence, scales: dict[str, float]) -> Sequence:
+    """What a store holds of a sequence, as float64 numbers."""
+    slots = [16 * sequence.blocks[position // 16] + position % 16 for position in range(sequence.length)]
+    sides = (bench.store.keys(LAYER), bench.store.values(LAYER))
+    k, v = (
+        side.view(-1, *sequence.k.shape[1:])[slots].double() * scale
+        for side, scale in zip(sides, scales.values(), strict=True)
+    )
+    return Sequence(sequence.q, k, v, sequence.blocks)
 
 
 @pytest.mark.parametrize("paths", [{"prefill": "fa3"}, {"decode": "xqa"}])

@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import COMPRESSED_TENSORS, edit_config, tiny_model, write_fp8
+from support.checkpoints import CACHE_SCHEME, COMPRESSED_TENSORS, edit_config, tiny_model, write_fp8
 from support.flashinfer_emulation import emulated_flashinfer
-from support.gpu_runners import build_on_gpu
+from support.gpu_runners import FP8_CACHE, FakeCapture, build_on_gpu, scenario, serve
+from support.gpu_runners import LIMITS as SCENARIO_LIMITS
 from support.runners import build, logits_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from octavo.kvcache.store import KVStore
+from octavo.model.attention.load import scale_destinations
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.kernels.fp8 import Fp8Linear
-from octavo.model.memory import RunnerLimits, rank_shape
+from octavo.model.memory import RunnerLimits, kv_layout, rank_shape
 from octavo.model.parallel import share_destinations
 from octavo.model.transformer import Transformer
 from octavo.model.weights.checkpoint import load_weights, open_checkpoint
@@ -37,9 +40,9 @@ def model(tmp_path: Path) -> PreTrainedModel:
     return tiny_model(tmp_path / "plain", "qwen2", head_dim=64, width=64, dtype=torch.bfloat16)
 
 
-def loaded(directory: Path, *, fp8: bool = True) -> Any:
+def loaded(directory: Path, **options: Any) -> Any:
     with emulated_flashinfer():
-        return build_on_gpu(open_checkpoint(directory), LIMITS, fp8=fp8)[0]
+        return build_on_gpu(open_checkpoint(directory), LIMITS, fp8=True, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,68 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+CACHE_SCALES = {"k_scale": 2.0**-8, "v_scale": 2.0**-5}
+"""Powers of two, which scale without rounding. The least of them makes large numbers of K too large for 8 bits."""
+
+
+def scaled(directory: Path, model: PreTrainedModel, **scales: float) -> Path:
+    write_fp8(directory, model, cache_scales={**CACHE_SCALES, **scales})
+    check_headers(directory, "auto")
+    return directory
+
+
+def tokens_of(directory: Path, **options: Any) -> dict[int, list[int]]:
+    checkpoint = open_checkpoint(directory)
+    runner, _ = build_on_gpu(checkpoint, SCENARIO_LIMITS, fp8=True, **options)
+    served = serve(runner, SCENARIO_LIMITS, *scenario(checkpoint.config.vocabulary))
+    assert served.errors == []
+    return served.tokens
+
+
+def test_a_cache_in_8_bits_keeps_k_and_v_by_the_scales_of_the_checkpoint(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The tokens are those of attention to the numbers that this means, kernel by kernel and captured."""
+    scaled(tmp_path, model)
+    with emulated_flashinfer() as emulation:
+        expected = tokens_of(tmp_path, workspaces=FP8_CACHE, reference=True)
+        assert tokens_of(tmp_path, workspaces=FP8_CACHE) == expected
+        assert tokens_of(tmp_path, workspaces=FP8_CACHE, capture=FakeCapture(emulation)) == expected
+        write_fp8(tmp_path, model)
+        assert tokens_of(tmp_path, workspaces=FP8_CACHE) != expected
+
+
+def test_every_rank_of_a_divided_model_has_the_scales_of_the_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+    config = open_checkpoint(scaled(tmp_path, model)).config
+    for rank in (0, 1):
+        shape = rank_shape(config, 2)
+        store = KVStore(kv_layout(shape, 16, 1), 2, torch.float8_e4m3fn, CPU)
+        for name, destination in share_destinations(
+            scale_destinations(shape, store), stored_shapes(config), rank
+        ).items():
+            destination.load(0, open_checkpoint(tmp_path).read(name))
+        assert store.scales == [{name: scale / 2**layer for name, scale in CACHE_SCALES.items()} for layer in (0, 1)]
+
+
+def test_a_cache_of_the_activations_type_needs_no_scales(model: PreTrainedModel, tmp_path: Path) -> None:
+    paths = [scaled(tmp_path / "scaled", model), tmp_path / "unscaled"]
+    write_fp8(paths[1], model)
+    assert torch.equal(*(logits_of(build(path)[0], TOKENS) for path in paths))
+    with emulated_flashinfer():
+        assert torch.equal(*(logits_of(loaded(path), TOKENS) for path in paths))
+
+
+def test_a_scale_of_the_cache_that_is_not_positive_or_missing_is_named(model: PreTrainedModel, tmp_path: Path) -> None:
+    scaled(tmp_path, model, v_scale=0.0)
+    with pytest.raises(CheckpointError, match=r"tensor 'model.layers.0.self_attn.v_scale' is 0; expected a positive"):
+        loaded(tmp_path, workspaces=FP8_CACHE)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.self_attn.k_scale' is missing"):
+        check_headers(tmp_path, "auto")
+
+
 def changed(*path: str, value: Any) -> dict[str, Any]:
     found = copy.deepcopy(COMPRESSED_TENSORS)
     section: Any = found
@@ -135,7 +200,10 @@ REFUSED = [
     (changed(*GROUP, "input_activations", value=None), "input_activations is missing"),
     (changed(*GROUP, "input_activations", "dynamic", value=False), "input_activations: dynamic is 'False'"),
     (changed("ignore", value=["re:.*self_attn.*"]), "ignore has 're:.*self_attn.*'"),
-    (changed("kv_cache_scheme", value={"num_bits": 8, "type": "float"}), "kv_cache_scheme is \"{'num_bits': 8"),
+    (changed("kv_cache_scheme", value={**CACHE_SCHEME, "num_bits": 4}), "kv_cache_scheme: num_bits is '4'"),
+    (changed("kv_cache_scheme", value={**CACHE_SCHEME, "strategy": "attn_head"}), "strategy is 'attn_head'"),
+    (changed("kv_cache_scheme", value={**CACHE_SCHEME, "dynamic": True}), "kv_cache_scheme: dynamic is 'True'"),
+    ({**VLLM, "kv_cache_scheme": "static"}, "kv_cache_scheme is 'static'"),
 ]  # fmt: skip
 
 

@@ -107,6 +107,8 @@ COMPRESSED_TENSORS = {
     "kv_cache_scheme": None,
 }
 """As llm-compressor writes it for its scheme FP8_DYNAMIC."""
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+"""As llm-compressor writes it for a cache that it has calibrated."""
 
 
 def write_fp8(
@@ -115,8 +117,11 @@ def write_fp8(
     *,
     per_tensor: bool = False,
     quantization: dict[str, Any] = COMPRESSED_TENSORS,
+    cache_scales: dict[str, float] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Save the model with the matrices of its blocks in 8-bit floats, beside bfloat16 scales of rows or of a whole one.
+
+    cache_scales: k_scale and v_scale of the first block, each half as large in the next one.
 
     Returns the numbers that this means, by name; float32 holds them exactly.
     """
@@ -132,6 +137,11 @@ def write_fp8(
             meant[name] = stored[name].float() * scale.float()
     if model.config.tie_word_embeddings:
         del stored["lm_head.weight"], meant["lm_head.weight"]
+    if cache_scales is not None:
+        quantization = {**quantization, "kv_cache_scheme": CACHE_SCHEME}
+        for layer in range(model.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn."
+            stored |= {prefix + name: torch.tensor([scale / 2**layer]) for name, scale in cache_scales.items()}
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     edit_config(directory, quantization_config=quantization)
     return meant

@@ -115,9 +115,12 @@ class Fp8Reference(ReferenceAttention):
 
     def __init__(self, config: ModelConfig, store: KVStore) -> None:
         super().__init__(config, KVStore(store.layout, store.blocks, torch.bfloat16, CPU))
+        self.scales = store.scales
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().forward(layer, q, rounded_to_fp8(k).bfloat16(), rounded_to_fp8(v).bfloat16(), out)
+        scales = [self.scales[layer].get(name, 1.0) for name in ("k_scale", "v_scale")]
+        kept = [(rounded_to_fp8(x / scale) * scale).bfloat16() for x, scale in zip((k, v), scales, strict=True)]
+        super().forward(layer, q, *kept, out)
 
 
 @contextlib.contextmanager
