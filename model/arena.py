@@ -21,6 +21,8 @@ class ActivationArena:
     """The slab and its views. Activations are of one dtype; the areas of _OTHER_TYPES are not activations."""
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = layout.shape
+        """The largest step's."""
         # Written, so that its pages are there from the first minute on.
         self._slab = torch.zeros(layout.bytes, dtype=torch.uint8, device=device)
         self._areas: dict[str, Tensor] = {}

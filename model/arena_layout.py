@@ -29,6 +29,24 @@ BLOCK_POINTS: Final = range(_QKV, _DOWN + 1)
 
 
 @dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the tensors of a step follow from."""
+
+    config: ModelConfig
+    """The shapes of one rank."""
+    tokens: int
+    rows: int
+    """How many at a time meet the LM head."""
+    element_bytes: int
+    """Of an activation."""
+    ranks: int = 1
+    gate_in_place: bool = True
+    """Whether SiLU(gate) * up overwrites the gate (`Kernels.gate_in_place`)."""
+    fp8: bool = False
+    """Whether the inputs of the block's products are rounded to 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Area:
     """One tensor [rows, columns] and the points of the pass at which its contents are needed."""
 
@@ -46,8 +64,9 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where each area begins, in bytes, and how many bytes hold them all."""
+    """Where each area of a step begins, in bytes, and how many bytes hold them all."""
 
+    shape: StepShape
     areas: dict[str, Area]
     offsets: dict[str, int]
     bytes: int
@@ -64,17 +83,8 @@ def load(areas: Iterable[Area], points: Iterable[int]) -> int:
     return max(sum(area.nbytes for area in areas if point in area.points) for point in points)
 
 
-def step_areas(
-    config: ModelConfig,
-    max_tokens: int,
-    max_rows: int,
-    element_bytes: int,
-    ranks: int = 1,
-    *,
-    gate_in_place: bool = True,
-    fp8: bool = False,
-) -> tuple[Area, ...]:
-    """All tensors of a forward pass over max_tokens tokens, of which max_rows at a time meet the LM head.
+def step_areas(shape: StepShape) -> tuple[Area, ...]:
+    """All tensors of a forward pass.
 
     `to_attention` and `to_feed_forward` are the normed spine; the branches leave their results in the same bytes, from
     where they are added to the spine. With `fp8` each of the block's four products has its input in 8 bits as well, one
@@ -90,65 +100,61 @@ def step_areas(
     takes over, so that no gap is left between them. With an area of its own for SiLU(gate) * up, the three that are
     alive together at the fullest point come first instead, and the normed spine goes where one of them is not needed.
     """
-    tokens, rows = padded(max_tokens), padded(max_rows)
+    config, tokens, rows = shape.config, padded(shape.tokens), padded(shape.rows)
     whole_pass = range(_SAMPLE + 1)
 
     def activation(name: str, columns: int, points: Iterable[int]) -> Area:
-        return Area(name, tokens, columns, element_bytes, frozenset(points))
+        return Area(name, tokens, columns, shape.element_bytes, frozenset(points))
 
     normed = (
         activation("to_attention", config.width, (_QKV, _DOWN, _PICK, _HEAD, _SAMPLE)),
         activation("to_feed_forward", config.width, (_OUTPUT, _GATE_UP)),
     )
     spine = activation("spine", config.width, BLOCK_POINTS)
-    gate_up = activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)[: 3 if gate_in_place else 2])
+    gate_up = activation("gate_up", 2 * config.ffn_width, (_GATE_UP, _SILU, _DOWN)[: 3 if shape.gate_in_place else 2])
     gated = activation("gated", config.ffn_width, (_SILU, _DOWN))
     widest = max(config.width, config.q_width, config.ffn_width)
-    rounded = ((FP8_AREA, widest, 1), (FP8_SCALES_AREA, 1, 4)) if fp8 else ()
+    rounded = ((FP8_AREA, widest, 1), (FP8_SCALES_AREA, 1, 4)) if shape.fp8 else ()
     return (
         Area("tokens", tokens, 1, 4, frozenset(whole_pass)),
         Area("positions", tokens, 1, 4, frozenset(whole_pass)),
-        *((*normed, spine, gate_up) if gate_in_place else (spine, gate_up, gated, *normed)),
+        *((*normed, spine, gate_up) if shape.gate_in_place else (spine, gate_up, gated, *normed)),
         activation("qkv", config.q_width + 2 * config.kv_width, (_QKV, _ATTENTION)),
         activation("attended", config.q_width, (_ATTENTION, _OUTPUT)),
         *(Area(name, tokens, columns, size, frozenset(_PRODUCTS)) for name, columns, size in rounded),
         Area("logits", rows, config.vocabulary, 4, frozenset((_HEAD, _SAMPLE))),
-        Area("picked", rows, config.width, element_bytes, frozenset((_PICK, _HEAD))),
-        *(Area(name, 1, ranks * config.vocabulary, size, frozenset((_SAMPLE,))) for name, size in _SCRATCH.items()),
+        Area("picked", rows, config.width, shape.element_bytes, frozenset((_PICK, _HEAD))),
+        *(
+            Area(name, 1, shape.ranks * config.vocabulary, size, frozenset((_SAMPLE,)))
+            for name, size in _SCRATCH.items()
+        ),
     )
 
 
-def arena_layout(
-    config: ModelConfig, max_tokens: int, max_rows: int, element_bytes: int, ranks: int = 1, **options: bool
-) -> ArenaLayout:
-    """Place the areas of `step_areas`, whose options these are, in the order they are listed.
+def arena_layout(shape: StepShape) -> ArenaLayout:
+    """Place the areas of `step_areas` in the order they are listed.
 
     Each goes to the lowest offset that is free at all of its points.
 
     For models whose feed-forward is at least as wide as q and k together (all common ones) the result is optimal: its
     size is the load of the fullest point.
     """
-    areas = step_areas(config, max_tokens, max_rows, element_bytes, ranks, **options)
+    areas = step_areas(shape)
     offsets: dict[str, int] = {}
     for area in areas:
         rivals = [other for other in areas if other.name in offsets and other.points & area.points]
         offsets[area.name] = _first_fit(area.nbytes, [(offsets[other.name], other.nbytes) for other in rivals])
     end = max(offsets[area.name] + area.nbytes for area in areas)
-    return ArenaLayout({area.name: area for area in areas}, offsets, end)
+    return ArenaLayout(shape, {area.name: area for area in areas}, offsets, end)
 
 
 @lru_cache(maxsize=4096)
-def bytes_in_use(
-    config: ModelConfig, tokens: int, rows: int, element_bytes: int, ranks: int = 1, **options: bool
-) -> int:
-    """Bytes that a step of so many tokens and rows of logits fills at its fullest point; 0 for a step without tokens.
+def bytes_in_use(shape: StepShape) -> int:
+    """Bytes that a step fills at its fullest point; 0 for a step without tokens.
 
     Of the largest step it is the size of the arena.
     """
-    if not tokens:
-        return 0
-    areas = step_areas(config, tokens, rows, element_bytes, ranks, **options)
-    return load(areas, range(_SAMPLE + 1))
+    return load(step_areas(shape), range(_SAMPLE + 1)) if shape.tokens else 0
 
 
 def _first_fit(size: int, taken: list[tuple[int, int]]) -> int:

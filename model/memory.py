@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryPlan
-from octavo.model.arena_layout import arena_layout, padded
+from octavo.model.arena_layout import StepShape, arena_layout, padded
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.packing import expanded_bytes, packed_elements, quantised_bytes
 from octavo.model.matrices import BlockMatrices, FusedMatrix, kept_quantised, vocabulary_matrices
@@ -96,17 +96,11 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     With tensor parallelism every rank computes its share of the logits in its arena and gathers all of them beside it;
     on a CPU also what each rank adds to the spine.
     """
-    rank = rank_shape(config, formats.ranks)
+    rank, numbers, size = rank_shape(config, formats.ranks), formats.activations, formats.ranks
+    in_place, fp8 = formats.gate_in_place, formats.matrices == 1
+    shape = StepShape(rank, limits.max_tokens, limits.max_rows, numbers, size, gate_in_place=in_place, fp8=fp8)
     lines = {
-        "arena": arena_layout(
-            rank,
-            limits.max_tokens,
-            limits.max_rows,
-            formats.activations,
-            formats.ranks,
-            gate_in_place=formats.gate_in_place,
-            fp8=formats.matrices == 1,
-        ).bytes,
+        "arena": arena_layout(shape).bytes,
         "token ids of all slots": limits.slot_bytes,
         "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),

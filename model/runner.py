@@ -15,7 +15,7 @@ from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout, bytes_in_use
+from octavo.model.arena_layout import StepShape, arena_layout, bytes_in_use
 from octavo.model.attention import EMPTY_BATCH, AttentionBackend
 from octavo.model.attention.load import load_attention, scale_destinations
 from octavo.model.device import CPU, Fence, Lander, to_device
@@ -174,11 +174,8 @@ class ModelRunner:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
         logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
         kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
-        kernels, ranks, bytes_each = self.model.kernels, self.model.ranks, self.model.dtype.itemsize
-        in_place, fp8 = kernels.gate_in_place, kernels.fp8 is not None
-        size, gathered = (ranks.size, ranks.nbytes) if ranks else (1, 0)
-        used = bytes_in_use(self.model.config, tokens, logits, bytes_each, size, gate_in_place=in_place, fp8=fp8)
-        return kept + gathered + used
+        gathered = self.model.ranks.nbytes if self.model.ranks else 0
+        return kept + gathered + bytes_in_use(replace(self._arena.shape, tokens=tokens, rows=logits))
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
@@ -268,16 +265,9 @@ def build_runner(
     store = _make_store(layout, limits.blocks + padding_blocks, cache_dtype, device)
     ledger.allocate("cache", limits.blocks * layout.block_bytes)
     attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
-    areas = arena_layout(
-        config,
-        limits.max_tokens,
-        limits.max_rows,
-        dtype.itemsize,
-        size,
-        gate_in_place=kernels.gate_in_place,
-        fp8=kernels.fp8 is not None,
-    )
-    arena = ActivationArena(areas, dtype, device)
+    in_place, fp8, rows = kernels.gate_in_place, kernels.fp8 is not None, limits.max_rows
+    shape = StepShape(config, limits.max_tokens, rows, dtype.itemsize, size, gate_in_place=in_place, fp8=fp8)
+    arena = ActivationArena(arena_layout(shape), dtype, device)
     if kernels.fp8 is not None:
         kernels.fp8.arena = arena
     blocks_per_slot = layout.blocks_for(limits.max_model_len)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout
+from octavo.model.arena_layout import StepShape, arena_layout
 from octavo.model.attention import AttentionBatch
 from octavo.model.attention.load import load_attention
 from octavo.model.kernels import Kernels
@@ -44,7 +44,7 @@ def trace(
     layout = kv_layout(config, _BLOCK_SIZE, dtype.itemsize)
     store = KVStore(layout, layout.blocks_for(count), dtype, device)
     attention = load_attention(config, store, kernels)
-    arena = ActivationArena(arena_layout(config, count, 1, dtype.itemsize), dtype, device)
+    arena = ActivationArena(arena_layout(StepShape(config, count, 1, dtype.itemsize)), dtype, device)
     padded = arena.max_tokens
     for name, values in (("tokens", torch.tensor(tokens)), ("positions", torch.arange(count))):
         area = arena.view(name, padded)[:, 0]

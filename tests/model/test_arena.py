@@ -11,6 +11,7 @@ from octavo.model.arena_layout import (
     BLOCK_POINTS,
     Area,
     ArenaLayout,
+    StepShape,
     arena_layout,
     load,
     step_areas,
@@ -39,7 +40,7 @@ REAL_MODELS = (LLAMA_70B, SMOLLM2, QWEN3_06B, MISTRAL_NEMO)
 
 
 def block_areas(config: ModelConfig, tokens: int, element_bytes: int) -> list[Area]:
-    areas = step_areas(config, tokens, 256, element_bytes)
+    areas = step_areas(StepShape(config, tokens, 256, element_bytes))
     return [area for area in areas if area.name not in ("tokens", "positions")]
 
 
@@ -51,7 +52,7 @@ def test_the_block_of_llama_3_70b_peaks_at_the_gate_and_up_product() -> None:
 
 
 def test_a_separate_output_of_silu_mul_costs_a_quarter_more() -> None:
-    areas = step_areas(LLAMA_70B, 8192, 256, 2, gate_in_place=False)
+    areas = step_areas(StepShape(LLAMA_70B, 8192, 256, 2, gate_in_place=False))
     block = [area for area in areas if area.name not in ("tokens", "positions")]
     assert load(block, BLOCK_POINTS) == 1_543_503_872
 
@@ -62,20 +63,20 @@ def test_a_separate_output_of_silu_mul_costs_a_quarter_more() -> None:
 def test_the_layout_of_real_models_is_as_small_as_their_fullest_point(
     config: ModelConfig, tokens: int, element_bytes: int
 ) -> None:
-    layout = arena_layout(config, tokens, 32, element_bytes)
+    layout = arena_layout(StepShape(config, tokens, 32, element_bytes))
     assert layout.bytes == load(layout.areas.values(), range(9))
 
 
 @pytest.mark.parametrize("config", REAL_MODELS)
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_the_layout_with_a_separate_output_is_as_small_as_its_fullest_point(config: ModelConfig, tokens: int) -> None:
-    layout = arena_layout(config, tokens, 32, 2, gate_in_place=False)
+    layout = arena_layout(StepShape(config, tokens, 32, 2, gate_in_place=False))
     assert layout.bytes == load(layout.areas.values(), range(9))
 
 
 def test_head_and_sampling_are_charged_for_all_tokens_and_the_rows_that_meet_them() -> None:
     tokens, rows = 128, 32
-    layout = arena_layout(SMOLLM2, tokens, rows, 2)
+    layout = arena_layout(StepShape(SMOLLM2, tokens, rows, 2))
     kept = 2 * 4 * tokens + 2 * 576 * tokens + 4 * 49152 * rows
     head, sampling = kept + 2 * 576 * rows, kept + 29 * 49152
     assert [load(layout.areas.values(), (point,)) for point in (7, 8)] == [head, sampling]
@@ -83,7 +84,7 @@ def test_head_and_sampling_are_charged_for_all_tokens_and_the_rows_that_meet_the
 
 
 def test_ranks_that_share_a_vocabulary_sample_from_the_whole() -> None:
-    areas = {area.name: area for area in step_areas(replace(SMOLLM2, vocabulary=100), 8, 8, 2, ranks=4)}
+    areas = {area.name: area for area in step_areas(StepShape(replace(SMOLLM2, vocabulary=100), 8, 8, 2, ranks=4))}
     assert (areas["logits"].columns, areas["keys"].columns) == (100, 400)
 
 
@@ -121,7 +122,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 def test_areas_alive_together_never_overlap(
     config: ModelConfig, tokens: int, rows: int, element_bytes: int, gate_in_place: bool
 ) -> None:
-    layout = arena_layout(config, tokens, rows, element_bytes, gate_in_place=gate_in_place)
+    layout = arena_layout(StepShape(config, tokens, rows, element_bytes, gate_in_place=gate_in_place))
     assert_no_area_overwrites_another(layout)
     assert layout.bytes >= load(layout.areas.values(), range(9))
 
@@ -135,12 +136,12 @@ def test_the_layout_is_optimal_where_the_feed_forward_is_at_least_as_wide_as_q_a
 ) -> None:
     config = replace(LLAMA_70B, heads=kv_heads * ratio, kv_heads=kv_heads, head_dim=16, width=width, vocabulary=999)
     config = replace(config, ffn_width=config.q_width + config.kv_width + surplus)
-    layout = arena_layout(config, 8 * tokens, 8, 4)
+    layout = arena_layout(StepShape(config, 8 * tokens, 8, 4))
     assert layout.bytes == load(layout.areas.values(), range(9))
 
 
 def test_an_arena_is_one_allocation_of_the_planned_size() -> None:
-    layout = arena_layout(SMOLLM2, 50, 5, 2)
+    layout = arena_layout(StepShape(SMOLLM2, 50, 5, 2))
     arena = ActivationArena(layout, torch.bfloat16, torch.device("cpu"))
     assert arena.nbytes == layout.bytes
     assert (arena.max_tokens, arena.max_rows) == (56, 8)
@@ -149,7 +150,7 @@ def test_an_arena_is_one_allocation_of_the_planned_size() -> None:
 
 
 def test_views_have_the_areas_shape_type_and_place() -> None:
-    layout = arena_layout(SMOLLM2, 48, 5, 2)
+    layout = arena_layout(StepShape(SMOLLM2, 48, 5, 2))
     arena = ActivationArena(layout, torch.bfloat16, torch.device("cpu"))
     expected = {"tokens": torch.int32, "positions": torch.int32, "logits": torch.float32, "logprobs": torch.float32}
     expected |= {"probabilities": torch.float64, "ranked": torch.float64, "keys": torch.int64, "flags": torch.bool}
@@ -163,7 +164,7 @@ def test_views_have_the_areas_shape_type_and_place() -> None:
 
 
 def test_writing_one_area_leaves_those_alive_with_it_alone() -> None:
-    layout = arena_layout(SMOLLM2, 16, 8, 4)
+    layout = arena_layout(StepShape(SMOLLM2, 16, 8, 4))
     arena = ActivationArena(layout, torch.float32, torch.device("cpu"))
     for point in range(9):
         alive = [area for area in layout.areas.values() if point in area.points]
@@ -175,6 +176,6 @@ def test_writing_one_area_leaves_those_alive_with_it_alone() -> None:
 
 
 def test_a_view_longer_than_its_area_is_refused() -> None:
-    arena = ActivationArena(arena_layout(SMOLLM2, 16, 8, 2), torch.bfloat16, torch.device("cpu"))
+    arena = ActivationArena(arena_layout(StepShape(SMOLLM2, 16, 8, 2)), torch.bfloat16, torch.device("cpu"))
     with pytest.raises(IndexError, match="logits area holds 8 rows, not 9"):
         arena.view("logits", 9)

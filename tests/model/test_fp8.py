@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kvcache.ledger import BUCKETS
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout, load, step_areas
+from octavo.model.arena_layout import StepShape, arena_layout, load, step_areas
 from octavo.model.attention.flashinfer import FlashInferAttention, validate
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
@@ -111,7 +111,7 @@ def make_linear(outputs: int, inputs: int, *, bias: bool = False, tokens: int = 
     kernels = CudaKernels(torch.bfloat16, CPU, fp8=True)
     assert kernels.fp8 is not None
     config = ModelConfig("", 1, inputs, 1, 1, inputs, 16, 16, 16, 1e-5, 1e4)
-    kernels.fp8.arena = ActivationArena(arena_layout(config, tokens, 8, 2, fp8=True), torch.bfloat16, CPU)
+    kernels.fp8.arena = ActivationArena(arena_layout(StepShape(config, tokens, 8, 2, fp8=True)), torch.bfloat16, CPU)
     linear = kernels.linear(outputs, inputs, bias=bias, quantised=FP8_KIND)
     assert isinstance(linear, Fp8Linear)
     return linear
@@ -152,14 +152,14 @@ def test_matrices_in_8_bits_serve_no_embedding_and_need_an_arena_and_a_bias_to_l
 
 def test_the_arena_has_room_for_the_rounded_input_of_each_product() -> None:
     config = ModelConfig("", 2, 64, 4, 2, 32, 96, 100, 64, 1e-5, 1e4)
-    areas = {area.name: area for area in step_areas(config, 24, 5, 2, gate_in_place=False, fp8=True)}
+    areas = {area.name: area for area in step_areas(StepShape(config, 24, 5, 2, gate_in_place=False, fp8=True))}
     assert (areas["fp8"].rows, areas["fp8"].columns, areas["fp8"].element_bytes) == (24, 128, 1)
     assert (areas["fp8_scales"].rows, areas["fp8_scales"].columns, areas["fp8_scales"].element_bytes) == (24, 1, 4)
     for rounded_input in (areas["fp8"], areas["fp8_scales"]):
         assert not rounded_input.points & areas["logits"].points
         for name in ("to_attention", "attended", "to_feed_forward", "gated", "qkv", "gate_up"):
             assert rounded_input.points & areas[name].points, name
-    layout = arena_layout(config, 24, 5, 2, gate_in_place=False, fp8=True)
+    layout = arena_layout(StepShape(config, 24, 5, 2, gate_in_place=False, fp8=True))
     assert layout.bytes >= load(areas.values(), range(9))
 
 

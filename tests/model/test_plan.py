@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runners import cpu_kernels, formats_of
 
-from octavo.model.arena_layout import BLOCK_POINTS, Area, arena_layout, load, step_areas
+from octavo.model.arena_layout import BLOCK_POINTS, Area, StepShape, arena_layout, load, step_areas
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.fallback import TorchKernels
 from octavo.model.memory import (
@@ -81,7 +81,7 @@ def test_the_built_in_smollm2_is_the_model_that_is_served_under_that_name() -> N
 
 
 def block_peak(config: ModelConfig, tokens: int, *, in_place: bool) -> int:
-    areas = {area.name: area for area in step_areas(config, tokens, 256, 2)}
+    areas = {area.name: area for area in step_areas(StepShape(config, tokens, 256, 2))}
     areas = {name: area for name, area in areas.items() if name not in ("tokens", "positions")}
     if not in_place:
         gate, silu, down = BLOCK_POINTS[3:]
@@ -174,7 +174,7 @@ def test_the_parts_of_the_activations_add_up_to_the_bucket() -> None:
         lines = activation_lines(LLAMA_70B, formats, limits)
         assert sum(lines.values()) == plan_memory(LLAMA_70B, formats, limits, 0).activations
         rank = rank_shape(LLAMA_70B, formats.ranks)
-        assert lines["arena"] == arena_layout(rank, 64, 8, 2, formats.ranks).bytes
+        assert lines["arena"] == arena_layout(StepShape(rank, 64, 8, 2, formats.ranks)).bytes
     assert lines["RoPE table"] == 4 * 1000 * 128
     assert lines["token masks of all slots"] == limits.mask_bytes(LLAMA_70B.vocabulary)
     assert lines["gathered logits"] == 4 * 8 * 128_256

@@ -13,7 +13,7 @@ from support.runners import SMALL, build, cpu_kernels
 from support.shape_kernels import ShapeAttention, ShapeKernels
 
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout
+from octavo.model.arena_layout import StepShape, arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.fallback import TorchKernels
@@ -48,7 +48,7 @@ def run(config: ModelConfig, kernels: Kernels, tokens: int, rows: int, device: t
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=64)
     picks = torch.zeros(rows, dtype=torch.int64, device=device)
     with LiveStorages() as storages:
-        arena = ActivationArena(arena_layout(config, tokens, rows, 2), dtype, device)
+        arena = ActivationArena(arena_layout(StepShape(config, tokens, rows, 2)), dtype, device)
         for name in ("tokens", "positions"):
             arena.view(name, tokens).zero_()
         model.forward(arena, tokens, ShapeAttention())
@@ -63,7 +63,7 @@ CASES = [(8192, 256), (2048, 256), (256, 256), (8192, 8), (64, 64)]
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_llama_3_70b_peaks_at_exactly_the_planned_bytes(tokens: int, rows: int, ranks: int) -> None:
     config = rank_shape(LLAMA_70B, ranks)
-    planned = arena_layout(config, tokens, rows, 2).bytes
+    planned = arena_layout(StepShape(config, tokens, rows, 2)).bytes
     assert peak_of_forward(config, tokens, rows, torch.bfloat16, "meta") == planned
     with META:
         assert run(config, ShapeKernels(torch.bfloat16), tokens, rows, META).peak == planned
@@ -101,7 +101,7 @@ def test_the_tracker_finds_the_known_peaks_without_silu_in_place(ranks: int, pea
 
 @pytest.mark.parametrize(("tokens", "rows"), [(128, 32), (256, 16), (64, 64)])
 def test_smollm2_peaks_at_the_planned_bytes_in_real_memory(tokens: int, rows: int) -> None:
-    planned = arena_layout(SMOLLM2, tokens, rows, 2).bytes
+    planned = arena_layout(StepShape(SMOLLM2, tokens, rows, 2)).bytes
     peaks = [peak_of_forward(SMOLLM2, tokens, rows, torch.bfloat16, device) for device in ("cpu", "meta")]
     assert peaks == [planned, planned]
     kernels = cpu_kernels(torch.bfloat16)
@@ -116,14 +116,14 @@ MOST_TOKENS, MOST_ROWS = 128, 16
 
 @given(tokens=st.integers(1, MOST_TOKENS), rows=st.integers(1, MOST_ROWS))
 def test_no_batch_exceeds_the_plan(tokens: int, rows: int) -> None:
-    planned = arena_layout(WIDE, MOST_TOKENS, MOST_ROWS, 2).bytes
+    planned = arena_layout(StepShape(WIDE, MOST_TOKENS, MOST_ROWS, 2)).bytes
     assert peak_of_forward(WIDE, tokens, min(rows, tokens), torch.bfloat16, "meta") <= planned
 
 
 @pytest.mark.parametrize("vocabulary", [64, 1024, 50_000])
 def test_the_worst_batch_takes_the_whole_plan(vocabulary: int) -> None:
     config = replace(WIDE, vocabulary=vocabulary)
-    planned = arena_layout(config, MOST_TOKENS, MOST_ROWS, 2).bytes
+    planned = arena_layout(StepShape(config, MOST_TOKENS, MOST_ROWS, 2)).bytes
     assert peak_of_forward(config, MOST_TOKENS, MOST_ROWS, torch.bfloat16, "meta") == planned
 
 

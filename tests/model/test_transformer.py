@@ -9,7 +9,7 @@ from support.runners import build, cpu_kernels, formats_of, logits_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import arena_layout
+from octavo.model.arena_layout import StepShape, arena_layout
 from octavo.model.config import ModelConfig
 from octavo.model.memory import weights_bytes
 from octavo.model.transformer import Transformer
@@ -142,7 +142,7 @@ def test_rows_of_logits_are_those_asked_for_in_their_order(tmp_path: Path) -> No
 def test_more_rows_of_logits_than_the_arena_has_are_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path, "llama")
     runner, _ = build(tmp_path)
-    layout = arena_layout(runner.model.config, 64, 8, 4)
+    layout = arena_layout(StepShape(runner.model.config, 64, 8, 4))
     arena = ActivationArena(layout, torch.float32, CPU)
     with pytest.raises(IndexError, match="holds 8 rows"):
         runner.model.logits(arena, torch.zeros(9, dtype=torch.int32))
