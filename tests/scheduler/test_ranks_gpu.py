@@ -14,12 +14,14 @@ from support import rank_gpu
 from support.checkpoints import tiny_model
 from support.flashinfer_emulation import emulated_flashinfer
 from support.gpu_runners import GREEDY, LENGTHS, scenario
-from support.rank_gpu import MODES, SERVED, TOKENS, build, tokens_of
+from support.rank_gpu import MODES, OPTIONS, SERVED, TOKENS, build, tokens_of
 from support.runners import logits_of, reference_logits
 from transformers import PreTrainedModel
 
+from octavo.kvcache.ledger import BUCKETS
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.scheduler.messages import Submission
+from octavo.server.cli import main
 
 SIZE = 2
 THREE_ROUNDINGS = 3**0.5
@@ -81,7 +83,7 @@ def test_a_divided_model_is_as_far_from_exact_numbers_as_its_roundings_allow_and
 
 
 def served(ranks: Path, mode: str) -> list[dict[int, list[int]]]:
-    """Tokens of the divided model, kernel by kernel and with captured steps."""
+    """Tokens of the divided model in each run: kernel by kernel, and with captured steps."""
     found = json.loads((ranks / f"{mode}.json").read_text())
     return [{int(number): tokens for number, tokens in run.items()} for run in found]
 
@@ -111,6 +113,17 @@ def test_captured_steps_of_a_divided_model_yield_the_tokens_of_the_whole_one(
             assert first == len(tokens) or leads[first] <= 2 * off
             same += first
         assert same > 25
+
+
+def test_an_engine_that_is_loaded_from_its_options_holds_what_octavo_plan_says_on_every_rank(
+    checkpoint: Checkpoint, ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    assert main(["plan", str(checkpoint.path), "--device", "h200", "--devices", str(SIZE), "--json", *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    expected = {bucket: plan[bucket] for bucket in BUCKETS}
+    assert [json.loads((ranks / f"memory-{rank}.json").read_text()) for rank in range(SIZE)] == [expected] * SIZE
+    assert served(ranks, "loaded") == served(ranks, "fp8")[1:]
 
 
 def greedy_requests(checkpoint: Checkpoint) -> list[Submission]:

@@ -2,7 +2,9 @@
 
 FlashInfer and captured steps are emulated, and gloo adds where NCCL would: in place and in bfloat16. In each of MODES
 every rank writes the logits of TOKENS, float32 [tokens, vocabulary], to MODE-RANK.npy; in those that are SERVED a whole
-engine serves the scenario, kernel by kernel and with captured steps, and rank 0 writes the tokens to MODE.json.
+engine serves the scenario, kernel by kernel and with captured steps, and rank 0 writes the tokens to MODE.json. At last
+the engine is loaded from OPTIONS, those of the mode fp8: its tokens go to loaded.json, and what each rank has
+allocated, in bytes by bucket, to memory-RANK.json.
 """
 
 import json
@@ -16,8 +18,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from support.flashinfer_emulation import Emulation, emulated_flashinfer
-from support.gpu_runners import FP8_CACHE, LIMITS, FakeCapture, Served, build_on_gpu, scenario, serve
+from support.flashinfer_emulation import Emulation
+from support.gpu_runners import FP8_CACHE, LIMITS, FakeCapture, Served, build_on_gpu, emulated_gpu, scenario, serve
 from support.runners import logits_of
 from torch import Tensor, distributed
 
@@ -26,6 +28,8 @@ from octavo.model.parallel import Ranks, leave
 from octavo.model.step import Runner
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.workspaces import Workspaces
+from octavo.scheduler.loading import load
+from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.ranks import LeadingRunner, _Pipe, follow
 
 MODES: dict[str, dict[str, Any]] = {
@@ -35,6 +39,14 @@ MODES: dict[str, dict[str, Any]] = {
     "fp8": {"workspaces": FP8_CACHE, "fp8": True},
 }
 SERVED = ("bfloat16", "xqa", "fp8")
+OPTIONS = {
+    "quantization": "fp8",
+    "kv_cache_dtype": "fp8_e4m3",
+    "max_num_seqs": LIMITS.max_rows,
+    "max_num_batched_tokens": LIMITS.max_tokens,
+    "max_model_len": LIMITS.max_model_len,
+    "kv_blocks": LIMITS.blocks,
+}
 TOKENS = [100 + 37 * number % 1000 for number in range(24)]
 NOT_THE_CPU = torch.device("cpu", 0)
 """A name of the CPU that is not equal to the usual one, so that sums are made as on a GPU."""
@@ -60,7 +72,7 @@ class RankCapture(FakeCapture):
 def build(checkpoint: Checkpoint, ranks: Ranks | None = None, **options: Any) -> Any:
     runner, ledger = build_on_gpu(checkpoint, LIMITS, ranks=ranks, **options)
     for bucket in BUCKETS:
-        assert ledger.allocated(bucket) == ledger.planned(bucket) > 0
+        assert ledger.allocated(bucket) == ledger.plan.planned(bucket) > 0
     return runner
 
 
@@ -88,6 +100,18 @@ class Rank:
             assert len(set(capture.replayed)) > 2
             if self._ranks.rank == 0:
                 (self._directory / f"{mode}.json").write_text(json.dumps([eager, captured]))
+        self._load()
+
+    def _load(self) -> None:
+        model, size = str(self._checkpoint.path), self._ranks.size
+        config = EngineConfig(model=model, device="cuda", tensor_parallel_size=size, **OPTIONS)
+        with mock.patch.object(torch.cuda, "device_count", return_value=size):
+            _, runner, ready = load(config, join=lambda _: self._ranks)
+        memory = {line.bucket: line.allocated for line in ready.memory if line.bucket in BUCKETS}
+        (self._directory / f"memory-{self._ranks.rank}.json").write_text(json.dumps(memory))
+        tokens = self._serve(runner)
+        if self._ranks.rank == 0:
+            (self._directory / "loaded.json").write_text(json.dumps([tokens]))
 
     def _serve(self, runner: Runner) -> dict[int, list[int]]:
         if self._ranks.rank:
@@ -113,10 +137,19 @@ def noting_addresses(emulation: Emulation) -> Callable[[Tensor], None]:
     return all_reduce
 
 
+def run_again(function: Callable[[], None]) -> Callable[[], None]:
+    """A captured step that nothing is asked of."""
+    function()
+    return function
+
+
 def main(model: str, directory: str, size: int) -> None:
     torch.set_num_threads(1)
     lines = [[_Pipe(end) for end in socket.socketpair()] for _ in range(1, size)]
-    with emulated_flashinfer() as emulation, mock.patch.object(distributed, "all_reduce", noting_addresses(emulation)):
+    with (
+        emulated_gpu(lambda _: run_again) as emulation,
+        mock.patch.object(distributed, "all_reduce", noting_addresses(emulation)),
+    ):
         children = {}
         for rank in range(size):  # torch is imported, and has not computed: now a process can be forked
             if (child := os.fork()) == 0:
