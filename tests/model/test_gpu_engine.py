@@ -87,11 +87,11 @@ def test_the_scenario_cuts_prompts_finds_prefixes_puts_requests_back_and_mixes_r
     assert {number: len(tokens) for number, tokens in expected.tokens.items()} == LENGTHS
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
 def test_flashinfer_serves_the_default_model_with_the_tokens_of_the_reference(
-    emulation: Emulation, default_model: Checkpoint, expected: Served
+    emulation: Emulation, default_model: Checkpoint, expected: Served, captured: bool
 ) -> None:
-    """With graphs; small models are run without them too."""
-    served = serve_scenario(default_model, capture=FakeCapture(emulation))
+    served = serve_scenario(default_model, capture=FakeCapture(emulation) if captured else None)
     assert served.tokens == expected.tokens
     assert served.logprobs == expected.logprobs
     assert any(entry is not None for entry in served.logprobs)
