@@ -4,8 +4,9 @@
     python bench/device_check.py --dry-run --output out    # every line of it on a CPU, tiny shapes, emulated kernels
 
 Writes results.json and results.md after every section; one that fails is reported, and the next one runs. Predicted
-for an H200, in seconds: ceilings 5, operators and attention 15, parity 60, build 10, decode 20, prefill 25, mixed 5,
-engine 10, http 90. With the start of Python and of the libraries: less than five minutes of the eight it may take.
+for an H200, in seconds: ceilings 5, operators and attention 20, parity 60, build 10, decode 40, prefill 25, mixed 5,
+engine 10, http 90. With the start of Python and of the libraries: about five minutes of the eight it may take, after
+which no section begins.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,16 +31,20 @@ from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import BUCKETS, MemoryLedger
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.store import KVStore
+from octavo.model.arena import ActivationArena
+from octavo.model.arena_layout import StepShape, arena_layout
 from octavo.model.attention import AttentionBatch
 from octavo.model.attention.flashinfer import FlashInferAttention
 from octavo.model.config import ModelConfig
-from octavo.model.graphs import CudaCapture, Gpu
+from octavo.model.graphs import Capture, CudaCapture, Gpu
+from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cuda import CudaKernels
+from octavo.model.kernels.fp8 import FP8, Fp8Linear, round_rows
 from octavo.model.layers import rope_table
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
-from octavo.model.roofline import DEVICES, decode_seconds
+from octavo.model.roofline import DEVICES, Device, decode_seconds, prefill_rate
 from octavo.model.runner import ModelRunner, build_runner
-from octavo.model.step import Admission, Row, SamplingParams, Step
+from octavo.model.step import Admission, Pending, Row, SamplingParams, Step
 from octavo.model.weights.lookup import find_config
 from octavo.model.workspaces import Workspaces
 from octavo.scheduler.messages import Submission
@@ -173,31 +178,62 @@ class Check:
         expected = torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1)
         kernels.rotate(q, q[:, : config.kv_heads].clone(), positions, table)
         found["rotate"] = error(q, expected)
-        return verdict(found)
+        return verdict(found | self.products())
+
+    def products(self) -> dict[str, float]:
+        """x W^T into bfloat16 and, as the LM head's, into float32; and of 8-bit floats, as they are rounded."""
+        config, found = self.sizes.config, {}
+        outputs, inputs = config.width, config.ffn_width
+        x, weight = (torch.randn(rows, inputs, device=self.device).bfloat16() for rows in (17, outputs))
+        for fp8 in (False, True):
+            kernels = CudaKernels(torch.bfloat16, self.device, fp8=fp8)
+            linear = kernels.linear(outputs, inputs, quantised=FP8_KIND if fp8 else "")
+            linear.load(0, weight)
+            wide, numbers = x.float(), weight.float()
+            if kernels.fp8 is not None and isinstance(linear, Fp8Linear):
+                layout = arena_layout(StepShape(config, 17, 1, 2, fp8=True))
+                kernels.fp8.arena = ActivationArena(layout, torch.bfloat16, self.device)
+                rounded, scales = torch.empty_like(x, dtype=FP8), torch.empty(17, 1, device=self.device)
+                round_rows(x, rounded, scales)
+                wide, numbers = rounded.float() * scales, linear._weight.float() * linear._scales.T
+            for dtype in (torch.bfloat16,) if fp8 else (torch.bfloat16, torch.float32):
+                out = torch.full((17, outputs), torch.nan, device=self.device, dtype=dtype)
+                linear(x, out)
+                found[f"product{' of 8-bit floats' if fp8 else ''} in {dtype}"] = error(out, wide @ numbers.T)
+        return found
 
     def attention(self) -> dict[str, Any]:
         """All paths on one layer, on ragged rows over permuted pages, against float32."""
+        paths = (Workspaces(), Workspaces(prefill="fa3"), Workspaces(decode="xqa"))
+        found = self.attended(torch.bfloat16, paths) | self.attended(FP8, (Workspaces(fp8_cache=True),))
+        return verdict(found)
+
+    def attended(self, kept: torch.dtype, paths: tuple[Workspaces, ...]) -> dict[str, float]:
+        """Errors with a cache of a type, which all K and V fit, so that nothing is rounded before the kernels."""
         config = replace(self.sizes.config, layers=1)
-        layout = KVLayout(1, config.kv_heads, config.head_dim, 16, 2)
+        layout = KVLayout(1, config.kv_heads, config.head_dim, 16, kept.itemsize)
         decodes, chunks = (1, 15, 16, 17, self.sizes.limits.max_model_len), (2, 15, 16, 17, 33)
         lengths = [*decodes, *(count + 40 for count in chunks)]
         pages = [-(-length // 16) for length in lengths]
-        store = KVStore(layout, sum(pages) + 1, torch.bfloat16, self.device)
-        store.data.normal_()
+        store, cache = (KVStore(layout, sum(pages) + 1, dtype, self.device) for dtype in (torch.bfloat16, kept))
+        cache.data.copy_(torch.randn(cache.data.shape, device=self.device).bfloat16())
+        store.data.copy_(cache.data)
         batch = ragged(lengths, [1] * len(decodes) + list(chunks), pages)
         heads = [config.heads, config.kv_heads, config.kv_heads]
         q, k, v = (torch.randn(batch.tokens, count, config.head_dim, device=self.device).bfloat16() for count in heads)
+        k, v = (side.to(kept).bfloat16() for side in (k, v))
         reference, expected = ReferenceAttention(config, store), torch.empty_like(q)
         reference.plan(batch)
         reference.forward(0, q, k, v, expected)
         found = {}
-        for workspaces in (Workspaces(), Workspaces(prefill="fa3"), Workspaces(decode="xqa")):
-            backend, out = FlashInferAttention(config, store, workspaces), torch.full_like(q, torch.nan)
+        for workspaces in paths:
+            backend, out = FlashInferAttention(config, cache, workspaces), torch.full_like(q, torch.nan)
             backend.reserve(len(lengths), batch.tokens, len(lengths) * max(pages))
             backend.plan(batch)
             backend.forward(0, q, k, v, out)
-            found[f"prefill {workspaces.prefill}, decode {workspaces.decode}"] = error(out, expected.float())
-        return verdict(found)
+            path = f"prefill {workspaces.prefill}, decode {workspaces.decode}, cache of {kept}"
+            found[path] = error(out, expected.float())
+        return found
 
     def build(self) -> dict[str, Any]:
         """The model with random weights, made on the device."""
@@ -210,8 +246,7 @@ class Check:
             kept.append(store)
             return FlashInferAttention(config, store, workspaces)
 
-        capture = CudaCapture(self.device) if self.device.type == "cuda" else run_again
-        gpu, checkpoint = Gpu(self.device, workspaces, capture), SimpleNamespace(config=sizes.config)
+        gpu, checkpoint = Gpu(self.device, workspaces, self.capture()), SimpleNamespace(config=sizes.config)
         parts = (CudaKernels(torch.bfloat16, self.device), torch.bfloat16, sizes.limits, self.ledger, print, gpu)
         with (
             mock.patch("octavo.model.runner.load_weights", return_value=""),
@@ -224,18 +259,47 @@ class Check:
         for norm in (self.runner.model.final_norm, *(n for block in self.runner.model.blocks for n in block.norms())):
             norm.weight.fill_(1.0)
         planned = sum(self.ledger.plan.planned(bucket) for bucket in BUCKETS)
-        found = {"planned": planned, "ledger": sum(self.ledger.allocated(bucket) for bucket in BUCKETS)}
-        if self.device.type == "cuda":
-            found["torch, largest"] = torch.cuda.max_memory_allocated(self.device)
-        return found
+        ledger = sum(self.ledger.allocated(bucket) for bucket in BUCKETS)
+        return {"planned": planned, "ledger": ledger, "torch, largest": self.largest()}
+
+    def capture(self) -> Capture:
+        return CudaCapture(self.device) if self.device.type == "cuda" else run_again
+
+    def largest(self) -> int:
+        """The most bytes that torch has had allocated at one time."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def measured(self) -> Device:
+        """The device by its measured ceilings, or an H200 by its data sheet where they could not be measured."""
+        found = self.results.get("ceilings", {})
+        read, flops = found.get("read bytes/s"), found.get("GEMM flop/s")
+        return DEVICES["h200"] if read is None else Device("measured", 0, read, flops)
+
+    @contextlib.contextmanager
+    def attending(self, workspaces: Workspaces, capture: Capture | None = None) -> Iterator[None]:
+        """Let the model attend otherwise; steps are captured anew, or not at all."""
+        ours, limits = self.runner, self.sizes.limits
+        attention = FlashInferAttention(self.sizes.config, self.store, workspaces)
+        attention.reserve(limits.max_rows, ours._arena.max_tokens, limits.table_entries)
+        self.runner = ModelRunner(ours.model, attention, ours._slots, ours._sampler, ours._arena, capture=capture)
+        try:
+            yield
+        finally:
+            self.runner = ours
 
     def decode(self) -> dict[str, Any]:
+        found = self.decoded("fa2")
+        with self.attending(Workspaces(decode="xqa"), self.capture()):
+            return found | self.decoded("xqa")
+
+    def decoded(self, path: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for rows, context in self.sizes.batches:
-            times = self.steps(rows, context)
-            bound = decode_seconds(self.sizes.config, Formats.of(2, panels=False), DEVICES["h200"], rows, context)
-            found[f"{rows} x {context}, ms"] = 1000 * statistics.median(times)
-            found[f"{rows} x {context}, share of the data sheet's bound"] = bound / statistics.median(times)
+            seconds, name = statistics.median(self.steps(rows, context)), f"{rows} x {context}, {path}"
+            found[f"{name}, ms"] = 1000 * seconds
+            for device, what in ((self.measured(), "measured read"), (DEVICES["h200"], "data sheet's bound")):
+                bound = decode_seconds(self.sizes.config, Formats.of(2, panels=False), device, rows, context)
+                found[f"{name}, share of the {what}"] = bound / seconds
         return found
 
     def steps(self, rows: int, context: int) -> list[float]:
@@ -259,18 +323,17 @@ class Check:
         return times[1:]
 
     def prefill(self) -> dict[str, Any]:
+        found = self.prefilled("fa2")
+        with self.attending(Workspaces(prefill="fa3")):
+            return found | self.prefilled("fa3")
+
+    def prefilled(self, path: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        ours = self.runner._attention
-        for path in ("fa2", "fa3"):
-            if path == "fa3":
-                other = FlashInferAttention(self.sizes.config, self.store, Workspaces(prefill="fa3"))
-                other.reserve(
-                    self.sizes.limits.max_rows, self.runner._arena.max_tokens, self.sizes.limits.table_entries
-                )
-                self.runner._attention = other
-            for tokens in self.sizes.prompts:
-                found[f"{tokens} tokens, {path}, ms"] = 1000 * self.timed(lambda tokens=tokens: self.prompt(tokens))
-        self.runner._attention = ours
+        rate = prefill_rate(self.sizes.config, Formats.of(2, panels=False), self.measured())
+        for tokens in self.sizes.prompts:
+            seconds = self.timed(lambda tokens=tokens: self.prompt(tokens))
+            found[f"{tokens} tokens, {path}, ms"] = 1000 * seconds
+            found[f"{tokens} tokens, {path}, share of the measured GEMM"] = tokens / rate / seconds
         return found
 
     def prompt(self, tokens: int, decodes: int = 0) -> None:
@@ -299,8 +362,11 @@ class Check:
             prompt = (1 + request % 90,) * sizes.new_tokens
             scheduler.add(Submission(request=request, prompt=prompt, params=GREEDY, max_tokens=sizes.new_tokens))
         started = time.perf_counter()
-        tokens = sum(event.token is not None for event in run_all(scheduler, self.runner))
-        return {"tokens": tokens, "tokens/s": tokens / (time.perf_counter() - started)}
+        timed = TimedRunner(self.runner, min(sizes.requests, limits.max_rows))
+        tokens = sum(event.token is not None for event in run_all(scheduler, timed))
+        found = {"tokens": tokens, "tokens/s": tokens / (time.perf_counter() - started)}
+        found[f"a step of {timed.rows} rows, ms"] = 1000 * statistics.median(timed.seconds)
+        return found | {"torch, largest": self.largest()}
 
     def parity(self) -> dict[str, Any]:
         """A small random model on the CPU, on the GPU, and on the GPU with captured steps."""
@@ -315,6 +381,25 @@ class Check:
             torch.cuda.empty_cache()
         sizes = self.sizes
         return http(self.output / "served", sizes.served, self.device.type, sizes.streams, sizes.new_tokens)
+
+
+class TimedRunner:
+    """A runner that notes how long after another a step is queued, where both are of one token for each of `rows`."""
+
+    def __init__(self, runner: ModelRunner, rows: int) -> None:
+        self.runner, self.rows = runner, rows
+        self.seconds: list[float] = []
+        self._before: float | None = None
+
+    def submit(self, step: Step) -> Pending:
+        now = time.perf_counter() if len(step.rows) == step.tokens == self.rows else None
+        if now is not None and self._before is not None:
+            self.seconds.append(now - self._before)
+        self._before = now
+        return self.runner.submit(step)
+
+    def reset(self) -> None:
+        self.runner.reset()
 
 
 def run_again(function: Callable[[], None]) -> Callable[[], None]:
@@ -355,7 +440,7 @@ def ragged(lengths: list[int], counts: list[int], pages: list[int]) -> Attention
 
 
 def full_sizes(model: str) -> Sizes:
-    limits = RunnerLimits(max_model_len=8192, max_rows=64, max_tokens=2048, block_size=16, blocks=1300)
+    limits = RunnerLimits(max_model_len=8192, max_rows=64, max_tokens=2048, block_size=16, blocks=1200)
     batches = ((1, 128), (8, 1024), (32, 512), (64, 256))
     llama, prompts = find_config("llama-3-8b"), (512, 2048, 8192)
     small = replace(llama, layers=4, width=1024, heads=8, kv_heads=1, ffn_width=2816, vocabulary=4096)
@@ -382,13 +467,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-70b", help="a built-in shape or a config.json")
     parser.add_argument("--output", type=Path, default=Path("device_check"))
+    parser.add_argument("--seconds", type=float, default=480, help="no section begins later than this")
     parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args()
+    options, begun = parser.parse_args(), time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     check = Check(device, dry_sizes() if options.dry_run else full_sizes(options.model), options.output)
     with emulated() if options.dry_run else contextlib.nullcontext(), torch.no_grad():
         for name in SECTIONS:
-            check.section(name, getattr(check, name))
+            late = time.monotonic() > begun + options.seconds
+            check.section(name, (lambda: {"skipped": "no time is left"}) if late else getattr(check, name))
     return int(any("failed" in found for found in check.results.values()))
 
 

@@ -18,8 +18,7 @@ import tokenizers
 import torch
 
 from octavo.model.config import ModelConfig
-from octavo.model.runner import ModelRunner
-from octavo.model.step import SamplingParams, TokenLogprobs
+from octavo.model.step import Runner, SamplingParams, TokenLogprobs
 from octavo.scheduler.loading import load
 from octavo.scheduler.messages import EngineConfig, Submission, TokenEvent
 from octavo.scheduler.policy import Scheduler
@@ -65,7 +64,7 @@ def write_model(directory: Path, config: ModelConfig) -> str:
     return str(directory)
 
 
-def run_all(scheduler: Scheduler, runner: ModelRunner) -> list[TokenEvent]:
+def run_all(scheduler: Scheduler, runner: Runner) -> list[TokenEvent]:
     """The scheduler's loop until every request has ended, with one step of look-ahead."""
     events: list[TokenEvent] = []
     flight = None

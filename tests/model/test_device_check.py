@@ -19,6 +19,10 @@ def test_a_dry_run_goes_through_every_section_and_writes_its_results(tmp_path: P
     assert not any("failed" in found for found in results.values())
     assert results["build"]["planned"] == results["build"]["ledger"] > 0
     assert results["engine"]["tokens"] == 12 * 8
+    assert results["engine"]["a step of 4 rows, ms"] > 0
+    for path in ("fa2", "xqa"):
+        assert results["decode"][f"3 x 20, {path}, share of the measured read"] > 0
+    assert not any("skipped" in found for found in results.values())
     answered = 3 * 4
     assert 0 < results["parity"]["GPU, captured: tokens as in float32"] <= answered
     assert results["parity"]["GPU, captured: error"] == results["parity"]["GPU, eager: error"]
