@@ -163,16 +163,14 @@ def _serve(parsed: argparse.Namespace) -> int:
         # Only rank 0 answers HTTP; it tells the others everything that its own settings say.
         os.execv(sys.executable, [sys.executable, "-m", "octavo.scheduler.ranks"])  # noqa: S606
     # Imported late: --help, --version and a wrong option need not wait for the whole server.
-    import uvloop  # noqa: PLC0415
-
-    from octavo.server import lifecycle, listening, logs  # noqa: PLC0415
+    from octavo.server import event_loop, lifecycle, listening, logs  # noqa: PLC0415
 
     logs.configure(settings.server.log_level, settings.server.log_format)
     listening.check_certificate(settings.server)
     with listening.bind(settings.server.host, settings.server.port) as listener:
         given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
         _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
-        return uvloop.run(lifecycle.Daemon(settings, listener).run())
+        return event_loop.run(lifecycle.Daemon(settings, listener).run())
 
 
 if __name__ == "__main__":

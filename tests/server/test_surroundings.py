@@ -63,6 +63,21 @@ def test_f9_a_server_without_memory_for_a_request_refuses_that_one_alone() -> No
         assert daemon.process.poll() is None
 
 
+def test_f9_a_server_that_gets_no_memory_while_it_loads_serves_or_ends(tmp_path: Path) -> None:
+    """It never waits for a thread that has died at its birth, for want of memory."""
+    loaded = tmp_path / "loaded"
+    with running("--load-until", str(loaded), until="listening on") as daemon:
+        while httpx.get(f"{daemon.url}/health/startup").status_code != 503 or not daemon.engine():
+            time.sleep(0.05)
+        most = address_space(daemon.process.pid)
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_AS, (most, most))
+        loaded.touch()
+        end = time.monotonic() + 60
+        while daemon.process.poll() is None and not ready(daemon.url):
+            assert time.monotonic() < end, "it waits"
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     directory = tmp_path_factory.mktemp("tiny")
@@ -125,7 +140,7 @@ def started(*arguments: str, environment: dict[str, str] | None = None) -> Itera
 def ready(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200
-    except httpx.ConnectError:
+    except httpx.TransportError:
         return False
 
 

@@ -5,9 +5,7 @@ import logging
 import os
 import sys
 
-import uvloop
-
-from octavo.server import lifecycle, listening, logs
+from octavo.server import event_loop, lifecycle, listening, logs
 from octavo.server.flags import add_arguments, resolve
 from octavo.server.revival import RestartPolicy
 
@@ -31,4 +29,4 @@ if __name__ == "__main__":
         parsed.load_until,
     ]
     with listening.bind(settings.server.host, settings.server.port) as listener:
-        sys.exit(uvloop.run(lifecycle.Daemon(settings, listener, command, RestartPolicy(delays=(0.1,))).run()))
+        sys.exit(event_loop.run(lifecycle.Daemon(settings, listener, command, RestartPolicy(delays=(0.1,))).run()))
