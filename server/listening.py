@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.server.settings import ServerSettings, SettingsError
-from octavo.server.wire import ConnectionLimits, GuardedProtocol
+from octavo.server.wire import GuardedProtocol
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
@@ -108,12 +108,11 @@ class HTTPServer(uvicorn.Server):
 
 
 def _configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    limits = ConnectionLimits(settings.receive_timeout, settings.send_timeout, settings.max_connections)
     return uvicorn.Config(
         app,
         log_config=None,
         lifespan="off",
-        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        http=partial(GuardedProtocol, settings=settings),  # type: ignore[arg-type]
         ws="none",
         server_header=False,
         ssl_certfile=settings.ssl_certfile,

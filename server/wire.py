@@ -2,27 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.server.errors import APIError, answer
+from octavo.server.settings import ServerSettings
 
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 MAX_HEADERS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """How long a client may take, in seconds, and how many connections there may be."""
-
-    receive_seconds: float = 30.0
-    """For a request's head, and again for its body."""
-    send_seconds: float = 30.0
-    """For reading anything, once more is ready than the socket takes."""
-    connections: int = 2048
 
 
 class _TooLargeError(Exception):
@@ -130,16 +119,16 @@ class GuardedProtocol(BoundedProtocol):
     One that does not read is cut off, and its request ends as if the client had left.
     """
 
-    def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(self, *arguments: Any, settings: ServerSettings, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._limits = limits
-        self._receiving = _Deadline(self.loop, limits.receive_seconds, self._give_up)
-        self._sending = _Deadline(self.loop, limits.send_seconds, self._cut_off)
+        self._most_connections = settings.max_connections
+        self._receiving = _Deadline(self.loop, settings.receive_timeout, self._give_up)
+        self._sending = _Deadline(self.loop, settings.send_timeout, self._cut_off)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to count the time."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
+        if len(self.connections) > self._most_connections:
             self._refuse(APIError(503, "The server has too many connections.", code="too_many_connections"))
         else:
             self._receiving.start()

@@ -25,7 +25,9 @@ def locate(model: str) -> Path:
         return _smollm2()
     try:
         path = Path(model).expanduser()
-        if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        if path.is_dir():
+            return _confined(path)
+        if path.is_file() and path.suffix == ".gguf":
             return path
         if path.exists():
             raise CheckpointError(f"{model}: neither a directory nor a .gguf file")
@@ -36,6 +38,20 @@ def locate(model: str) -> Path:
     raise CheckpointError(
         f"{model}: no such directory or .gguf file, nor a Hugging Face id (owner/name) or {SMOLLM2!r}"
     )
+
+
+def _confined(directory: Path) -> Path:
+    """The directory, unless a link in it leads elsewhere: what is read of a model reaches clients.
+
+    The snapshots of a Hub cache are links to the blobs beside them: these may be followed.
+    """
+    home = directory.resolve()
+    homes = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    for entry in directory.iterdir():
+        target = entry.resolve()
+        if not any(target.is_relative_to(allowed) for allowed in homes):
+            raise CheckpointError(f"{entry}: a link that leads out of the model's directory; put the file itself there")
+    return directory
 
 
 def _smollm2() -> Path:
@@ -51,7 +67,7 @@ def _download(model: str) -> Path:
     from huggingface_hub import errors  # noqa: PLC0415
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+        return _confined(Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES)))
     except errors.GatedRepoError as error:
         raise CheckpointError(f"{model}: access is restricted; request it on its page and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:

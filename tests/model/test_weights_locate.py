@@ -73,6 +73,44 @@ def test_a_hub_id_is_looked_up_in_the_cache_alone_when_offline(tmp_path, monkeyp
     assert "download failed: Cannot have -- or .. in repo_id" in refusal("owner/a--b")
 
 
+def test_links_that_lead_out_of_a_directory_are_refused(tmp_path):
+    directory, outside = tmp_path / "model", tmp_path / "secret"
+    directory.mkdir()
+    outside.write_text("secret")
+    (directory / "config.json").touch()
+    (directory / "inside.json").symlink_to("config.json")
+    assert locate(str(directory)) == directory
+    (tmp_path / "link").symlink_to(directory)
+    assert locate(str(tmp_path / "link")) == tmp_path / "link", "what the operator names may be a link"
+    for target in ("../secret", str(outside), "/proc/self/environ", "..", "../blobs/absent"):
+        link = directory / "chat_template.jinja"
+        link.symlink_to(target)
+        assert f"{link}: a link that leads out of the model's directory" in refusal(str(directory))
+        link.unlink()
+
+
+def test_links_of_a_snapshot_may_lead_to_the_blobs_of_its_cache_and_no_further(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "0", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "a").touch()
+    (snapshot / "config.json").symlink_to("../../blobs/a")
+    assert locate(str(snapshot)) == snapshot
+    (tmp_path / "secret").touch()
+    (blobs / "b").symlink_to(tmp_path / "secret")
+    for target in ("../../blobs/b", "../1/config.json", "../../blobs/../secret", "../../blobs-of-others/a"):
+        (snapshot / "tokenizer.json").symlink_to(target)
+        assert "tokenizer.json: a link that leads out of the model's directory" in refusal(str(snapshot))
+        (snapshot / "tokenizer.json").unlink()
+    (blobs / "a").unlink()
+    blobs.joinpath("b").unlink()
+    blobs.rmdir()
+    blobs.symlink_to("/etc")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("../../blobs/passwd")
+    assert "config.json: a link that leads out" in refusal(str(snapshot))
+
+
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
 
 

@@ -17,7 +17,6 @@ from support.raw import post
 from octavo.scheduler.messages import EngineConfig
 from octavo.server import listening
 from octavo.server.health import READY
-from octavo.server.wire import ConnectionLimits
 
 TOKENS = 1_500
 """With their log-probabilities, far more than fits between an engine and a client that does not read."""
@@ -38,10 +37,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def serving(directory: Path, send_seconds: float) -> Iterator[Live]:
     """A server whose sockets hold little, with four slots."""
     config = EngineConfig(model="smollm2", max_num_seqs=4)
-    limits = ConnectionLimits(send_seconds=send_seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(listening, "SEND_BUFFER_BYTES", SMALL_BUFFER)
-        with live_server(config, command=story_command(directory, {}), limits=limits) as live:
+        with live_server(config, command=story_command(directory, {}), send_timeout=send_seconds) as live:
             yield live
 
 

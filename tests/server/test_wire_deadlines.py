@@ -15,8 +15,6 @@ from support.live import Live, live_server, story_command
 from support.raw import post, status_of
 from support.story_engine import SLOW
 
-from octavo.server.wire import ConnectionLimits
-
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -43,8 +41,8 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    limits = ConnectionLimits(receive_seconds=0.5, send_seconds=0.5, connections=800)
-    with live_server(command=story_command(tmp_path_factory.mktemp("hasty"), {}), limits=limits) as live:
+    settings = {"receive_timeout": 0.5, "send_timeout": 0.5, "max_connections": 800}
+    with live_server(command=story_command(tmp_path_factory.mktemp("hasty"), {}), **settings) as live:
         yield live
 
 
@@ -119,8 +117,7 @@ def test_f8_five_hundred_dripping_connections_hold_nobody_up(hasty: Live) -> Non
 
 
 def test_more_connections_than_allowed_are_answered_503_and_closed(tmp_path: Path) -> None:
-    limits = ConnectionLimits(connections=3)
-    with live_server(command=story_command(tmp_path, {}), limits=limits) as live, contextlib.ExitStack() as stack:
+    with live_server(command=story_command(tmp_path, {}), max_connections=3) as live, contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(address(live)))
         with socket.create_connection(address(live)) as connection:

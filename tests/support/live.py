@@ -26,7 +26,7 @@ from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
-from octavo.server.wire import ConnectionLimits, GuardedProtocol
+from octavo.server.wire import GuardedProtocol
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Spares each request the reading of all certificates of the world."""
@@ -126,7 +126,6 @@ def live_server(
     rules: AccessRules | None = None,
     origins: Sequence[str] = (),
     policy: RestartPolicy | None = None,
-    limits: ConnectionLimits | None = None,
     **settings: object,
 ) -> Iterator[Live]:
     """Serve until the block ends, with these settings of the server; the engine must be gone then."""
@@ -152,7 +151,7 @@ def live_server(
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(service, rules, origins),
-                http=partial(GuardedProtocol, limits=limits or ConnectionLimits()),
+                http=partial(GuardedProtocol, settings=service.settings),
                 ws="none",
                 log_level="warning",
                 timeout_graceful_shutdown=2,
