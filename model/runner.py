@@ -38,6 +38,10 @@ IntArray = NDArray[np.int64]
 
 _log = logging.getLogger(__name__)
 
+_MOST_RECORDINGS = 64
+"""Steps of all sizes up to max_rows are recorded, longer ones while there are fewer recordings than this: about 100 KB
+each. The longest steps that are allowed come early and often."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
@@ -199,8 +203,7 @@ class ModelRunner:
             self._graphs.replay(size)
         elif (repeat := self._repeats.get(padded)) is not None:
             repeat()
-        elif self._record is None or padded > self._arena.max_rows:
-            # Longer steps compute for so long that Python's share does not count.
+        elif self._record is None or (padded > self._arena.max_rows and len(self._repeats) >= _MOST_RECORDINGS):
             self.model.forward(self._arena, padded, self._attention)
         else:
             self._repeats[padded] = self._record(partial(self.model.forward, self._arena, padded, self._attention))

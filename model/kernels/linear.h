@@ -62,16 +62,16 @@ struct LinearCall {
     }
 };
 
-// Add the bias to sums [rows][64] of one panel, round, and write them to out.
-template <class T, class Out>
-static void store_as(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
-    const int64_t column = panel * panel_width, left = call.linear.out_features - column;
-    const int64_t columns = left < panel_width ? left : panel_width;
+// Add the bias to sums [rows][width] of the columns from `column` on, round, and write them to out.
+template <int64_t width, class Out, class T>
+static void store_as(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t column, const float* sums) {
+    const int64_t left = call.linear.out_features - column;
+    const int64_t columns = left < width ? left : width;
     const T* bias = static_cast<const T*>(call.linear.bias);
-    for (int64_t r = 0; r < rows; r++, sums += panel_width) {
+    for (int64_t r = 0; r < rows; r++, sums += width) {
         Out* out = static_cast<Out*>(call.out) + (first_row + r) * call.out_stride + column;
-        if (columns == panel_width && bias == nullptr) {
-            for (int64_t n = 0; n < panel_width; n += lane_count) store_lanes(out + n, load_lanes(sums + n));
+        if (columns == width && bias == nullptr) {
+            for (int64_t n = 0; n < width; n += lane_count) store_lanes(out + n, load_lanes(sums + n));
         } else {
             for (int64_t n = 0; n < columns; n++)
                 out[n] = from_float<Out>(bias == nullptr ? sums[n] : sums[n] + to_float(bias[column + n]));
@@ -79,10 +79,10 @@ static void store_as(const LinearCall<T>& call, int64_t first_row, int64_t rows,
     }
 }
 
-template <class T>
-static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
-    if (call.out_is_float) return store_as<T, float>(call, first_row, rows, panel, sums);
-    store_as<T, T>(call, first_row, rows, panel, sums);
+template <int64_t width = panel_width, class T>
+static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t column, const float* sums) {
+    if (call.out_is_float) return store_as<width, float>(call, first_row, rows, column, sums);
+    store_as<width, T>(call, first_row, rows, column, sums);
 }
 
 constexpr int64_t piece_rows = 64;

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int tile_rows = 16, tile_bytes = 64;
 constexpr int64_t panel_row_bytes = panel_width * 4;  // one k-pair of all columns
+constexpr int64_t half_width = panel_width / 2;
+constexpr int64_t l1_bytes = 40 * 1024;  // of the 48 KB of a CPU with AMX
 
 // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration".
 struct alignas(64) TileConfiguration {
@@ -51,12 +53,20 @@ struct TiledRows {
     }
 };
 
-// Where the tiles of W come from: at(index) has 32 k of the columns from `column` on, 4 bytes a column.
+// Where the tiles of W come from: at(index) has 32 k of the columns from `column` on, 4 bytes a column. A row of 16 or
+// 32 columns is followed by the same columns of the next pair of k after `stride` bytes, by other columns after `half`.
 struct Numbers {
-    const bf16* panel;
+    const char* panel;
+    int64_t stride = panel_row_bytes, half = panel_row_bytes / 2;
+
+    explicit Numbers(const bf16* whole) : panel(reinterpret_cast<const char*>(whole)) {}
+    // Two halves of a panel, one after the other: the tiles of a half of a whole panel share half of the sets of the L1
+    // cache, where these fit.
+    Numbers(const bf16* halves, int64_t depth)
+        : panel(reinterpret_cast<const char*>(halves)), stride(panel_row_bytes / 2), half(depth / 2 * stride) {}
 
     const char* at(int64_t index, int64_t column) const {
-        return reinterpret_cast<const char*>(panel) + index * tile_rows * panel_row_bytes + column * 4;
+        return panel + index * tile_rows * stride + column / half_width * half;
     }
 };
 
@@ -67,6 +77,7 @@ struct Expanding {
     Kind kind;
     const char* panel;
     bf16* blocks;
+    static constexpr int64_t stride = panel_row_bytes, half = panel_row_bytes / 2;
 
     const char* at(int64_t index, int64_t column) const {
         bf16* block = blocks + index % 2 * tile_depth * panel_width;
@@ -84,13 +95,13 @@ void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
     _tile_zero(3);
     auto add = [&](const bf16* x, int64_t stride, const char* w) {
         _tile_loadd(4, x, stride * 2);
-        _tile_loadd(5, w, panel_row_bytes);
+        _tile_loadd(5, w, weights.stride);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, w + 64, panel_row_bytes);
+        _tile_loadd(6, w + 64, weights.stride);
         _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, w + 128, panel_row_bytes);
+        _tile_loadd(7, w + weights.half, weights.stride);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, w + 192, panel_row_bytes);
+        _tile_loadd(5, w + weights.half + 64, weights.stride);
         _tile_dpbf16ps(3, 4, 5);
     };
     for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
@@ -102,10 +113,11 @@ void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
     _tile_stored(3, sums + 48, panel_row_bytes);
 }
 
-// sums [rows][64] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns. There are
-// enough products here to fetch the same place of the next panel from memory meanwhile.
-template <bool fetch, class Weights>
-void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums) {
+// sums [rows][sums_width] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns.
+// There are enough products here to fetch the same place of the next panel from memory meanwhile. With `stream`, x should
+// not drive the weights from the L1 cache.
+template <bool fetch, bool stream, class Weights>
+void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums, int64_t sums_width) {
     const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
     _tile_zero(0);
     _tile_zero(1);
@@ -121,31 +133,37 @@ void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, flo
                 _mm_prefetch(next + row * panel_row_bytes + 64, _MM_HINT_T1);
             }
         }
-        _tile_loadd(4, x, stride * 2);
-        _tile_loadd(6, w, panel_row_bytes);
+        const bf16* x_below = x + tile_rows * stride;
+        if constexpr (stream) {
+            _tile_stream_loadd(4, x, stride * 2);
+            _tile_stream_loadd(5, x_below, stride * 2);
+        } else {
+            _tile_loadd(4, x, stride * 2);
+        }
+        _tile_loadd(6, w, weights.stride);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 64, panel_row_bytes);
+        _tile_loadd(7, w + 64, weights.stride);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, x + tile_rows * stride, stride * 2);
+        if constexpr (!stream) _tile_loadd(5, x_below, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     };
     for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
         add(rows.x + tile * tile_depth, rows.stride, weights.at(tile, column));
     if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, weights.at(rows.whole_tiles, column));
-    sums += column;
-    _tile_stored(0, sums, panel_row_bytes);
-    _tile_stored(1, sums + 16, panel_row_bytes);
-    _tile_stored(2, sums + tile_rows * panel_width, panel_row_bytes);
-    _tile_stored(3, sums + tile_rows * panel_width + 16, panel_row_bytes);
+    const int64_t sums_stride = sums_width * 4;
+    _tile_stored(0, sums, sums_stride);
+    _tile_stored(1, sums + 16, sums_stride);
+    _tile_stored(2, sums + tile_rows * sums_width, sums_stride);
+    _tile_stored(3, sums + tile_rows * sums_width + 16, sums_stride);
 }
 
 // sums [rows][64] for up to 32 rows.
 template <bool fetch, class Low, class High>
 void sum_rows(const TiledRows& tiled, int64_t rows, const Low& low, const High& high, float* sums) {
     if (rows <= tile_rows) return sum_low(tiled, low, sums);
-    sum_high<fetch>(tiled, high, 0, sums);
-    sum_high<fetch>(tiled, high, panel_width / 2, sums);
+    sum_high<fetch, false>(tiled, high, 0, sums, panel_width);
+    sum_high<fetch, false>(tiled, high, half_width, sums + half_width, panel_width);
 }
 
 // One panel of the result for up to 32 rows. Quantised weights never leave the L1 cache.
@@ -156,40 +174,62 @@ void compute_few(const LinearCall<bf16>& call, int64_t panel) {
         const TiledRows tiled(call, 0, call.rows);
         const TileConfiguration configuration(call.rows);
         if (call.linear.kind == Kind::numbers) {
-            const Numbers numbers{call.panel(panel)};
+            const Numbers numbers(call.panel(panel));
             sum_rows<true>(tiled, call.rows, numbers, numbers, sums);
         } else {
             const Kind kind = call.linear.kind;
             const char* packed = call.quantised_panel(panel);
             sum_rows<false>(tiled, call.rows, Expanding<panel_width>{kind, packed, two_blocks},
-                            Expanding<panel_width / 2>{kind, packed, two_blocks}, sums);
+                           Expanding<half_width>{kind, packed, two_blocks}, sums);
         }
     }
-    store(call, 0, call.rows, panel, sums);
+    store(call, 0, call.rows, panel * panel_width, sums);
 }
 
-// One panel of the result for many rows. To configure the tiles takes as long as some dozen products, so that is done
-// once for all groups of 32 rows.
+// A quantised panel as numbers, half after half.
+Numbers expand_halves(const LinearCall<bf16>& call, int64_t panel) {
+    bf16* numbers = call.expanded();
+    const char* packed = call.quantised_panel(panel);
+    for (int64_t column = 0; column < panel_width; column += half_width) {
+        bf16* half = numbers + column * call.depth() - column * 2;
+        for (int64_t block = 0; block < call.depth() / block_depth; block++)
+            expand_block<half_width>(call.linear.kind, packed, block, half + block * block_depth * half_width, column,
+                                     column + half_width);
+    }
+    return {numbers, call.depth()};
+}
+
+// One panel of the result for many rows. Where half a panel that was just expanded fits the L1 cache, all rows pass by
+// one half and then by the other; else 32 rows after another pass by the whole.
 void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel) {
     alignas(64) float sums[2 * tile_rows * panel_width];
     const bool quantised = call.linear.kind != Kind::numbers;
-    const Numbers numbers{quantised ? call.expand(panel) : call.panel(panel)};
+    const bool by_halves = quantised && call.depth() * half_width * int64_t(sizeof(bf16)) <= l1_bytes;
+    const Numbers numbers =
+        by_halves ? expand_halves(call, panel) : Numbers(quantised ? call.expand(panel) : call.panel(panel));
     const auto compute = [&](int64_t row, int64_t count) {
         const TiledRows tiled(call, first_row + row, count);
         if (row == 0 && !quantised)
             sum_rows<true>(tiled, count, numbers, numbers, sums);
         else
             sum_rows<false>(tiled, count, numbers, numbers, sums);
-        store(call, first_row + row, count, panel, sums);
+        store(call, first_row + row, count, panel * panel_width, sums);
     };
-    const int64_t left = rows % (2 * tile_rows);
-    if (rows > left) {
+    // To configure the tiles takes as long as some dozen products, so that is done once for all groups of 32 rows.
+    const int64_t left = rows % (2 * tile_rows), whole = rows - left;
+    if (whole > 0) {
         const TileConfiguration configuration(2 * tile_rows);
-        for (int64_t row = 0; row < rows - left; row += 2 * tile_rows) compute(row, 2 * tile_rows);
+        for (int64_t column = 0; column < panel_width && by_halves; column += half_width) {
+            for (int64_t row = first_row; row < first_row + whole; row += 2 * tile_rows) {
+                sum_high<false, true>(TiledRows(call, row, 2 * tile_rows), numbers, column, sums, half_width);
+                store<half_width>(call, row, 2 * tile_rows, panel * panel_width + column, sums);
+            }
+        }
+        for (int64_t row = 0; row < whole && !by_halves; row += 2 * tile_rows) compute(row, 2 * tile_rows);
     }
     if (left > 0) {
         const TileConfiguration configuration(left);
-        compute(rows - left, left);
+        compute(whole, left);
     }
 }
 

@@ -45,7 +45,7 @@ void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel, con
     alignas(64) float result[rows * panel_width];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) _mm512_store_ps(result + r * panel_width + 16 * v, sums[r][v]);
-    store(call, first_row, rows, panel, result);
+    store(call, first_row, rows, panel * panel_width, result);
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel, const 
         multiply(sums, call.row(first_row), call.x_stride, call.linear.in_features, w + column * pair);
         for (int r = 0; r < rows; r++) std::memcpy(result + r * panel_width + column, sums[r], sizeof sums[r]);
     }
-    store(call, first_row, rows, panel, result);
+    store(call, first_row, rows, panel * panel_width, result);
 }
 
 template <class T>

@@ -171,20 +171,23 @@ inline Floats widened(const char* bytes) {
 }
 
 // Values of row n on at k and k + 1, k being even, are stored from `low` for half a vector's rows and `high` for the next.
+template <int64_t width>
 inline void store_half(float* out, Floats values) {
     const HalfBits even = __builtin_convertvector((Pairs)values & 0xffffffffu, HalfBits);
     const HalfBits odd = __builtin_convertvector((Pairs)values >> 32, HalfBits);
     std::memcpy(out, &even, sizeof even);
-    std::memcpy(out + panel_width, &odd, sizeof odd);
+    std::memcpy(out + width, &odd, sizeof odd);
 }
 
+template <int64_t width>
 inline void store_values(float* out, int64_t n, int64_t k, Floats low, Floats high) {
-    store_half(out + k * panel_width + n, low);
-    store_half(out + k * panel_width + n + expanded_rows, high);
+    store_half<width>(out + k * width + n, low);
+    store_half<width>(out + k * width + n + expanded_rows, high);
 }
 
+template <int64_t width>
 inline void store_values(bf16* out, int64_t n, int64_t k, Floats low, Floats high) {
-    bf16* target = out + k * panel_width + n * 2;  // k and k + 1 of a row lie together, as they do in the lanes
+    bf16* target = out + k * width + n * 2;  // k and k + 1 of a row lie together, as they do in the lanes
 #if defined(__AVX512BF16__)
     const __m512bh numbers = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     std::memcpy(target, &numbers, sizeof numbers);
@@ -207,8 +210,8 @@ inline void store_values(bf16* out, int64_t n, int64_t k, Floats low, Floats hig
 }
 
 // Write 32 k of rows first .. end - 1 of a panel of W to out, which is where the numbers of its first row are or would
-// be in the order of linear.h. first and end are multiples of 16.
-template <class T>
+// be in the order of linear.h, but with `width` columns. first and end are multiples of 16.
+template <int64_t width = panel_width, class T>
 void expand_block(Kind kind, const char* panel, int64_t index, T* out, int64_t first = 0, int64_t end = panel_width) {
     Block block;
     read_block(kind, panel, index, block);
@@ -217,7 +220,7 @@ void expand_block(Kind kind, const char* panel, int64_t index, T* out, int64_t f
         const Floats low_scale = twice(block.scale + n), high_scale = twice(block.scale + n + expanded_rows);
         const Floats low_offset = twice(block.offset + n), high_offset = twice(block.offset + n + expanded_rows);
         const auto put = [&](int64_t k, Floats low, Floats high) __attribute__((always_inline)) {
-            store_values(out, n, k, low * low_scale + low_offset, high * high_scale + high_offset);
+            store_values<width>(out, n, k, low * low_scale + low_offset, high * high_scale + high_offset);
         };
         if (kind == Kind::q8_0) {
             for (int64_t k = 0; k < block_depth; k += 2) {
