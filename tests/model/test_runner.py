@@ -140,7 +140,7 @@ def test_a_runner_that_broke_within_a_step_computes_the_same_after_a_reset(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.model, "forward", broken)
+        patch.setattr(runner.model, "logits", broken)
         with pytest.raises(MemoryError):
             Driver(runner, 16, 64).run(mixture())
     runner.reset()
