@@ -99,7 +99,7 @@ void add_to_group(Tile<Type>& tile, const Span<Type>& span, const Span<Type>& ne
     using Factor = typename Type::Factor;
     Floats scores[Type::GROUP * SPAN_VECTORS];
     Factor weights[Type::GROUP * SPAN / PACK];
-    float decay[Type::GROUP];
+    float decay[Type::GROUP + LANES];
     const int head_dim = tile.plan().head_dim, head_vectors = tile.head_vectors(), vectors = span.blocks * BLOCK / LANES;
     const Product<Type> score{tile.factors + first * head_dim / PACK, head_dim / PACK, nullptr, scores, SPAN_VECTORS,
                               1, head_dim / PACK, BLOCK * PACK};
@@ -107,8 +107,7 @@ void add_to_group(Tile<Type>& tile, const Span<Type>& span, const Span<Type>& ne
         const int block = vector * LANES / BLOCK, offset = vector * LANES % BLOCK * PACK;
         return Start<Type>{span.keys[block] + offset, next.keys[block] + offset};
     });
-    for (int i = 0; i < count; i++)
-        decay[i] = tile.weigh(first + i, span.base, vectors, scores + i * SPAN_VECTORS, weights + i * SPAN / PACK);
+    tile.weigh(first, count, span, vectors, scores, weights, decay, [](int) {});
     const Product<Type> output{weights, SPAN / PACK, decay, tile.sums + first * head_vectors, head_vectors,
                                span.blocks, BLOCK / PACK, head_dim * PACK};
     multiply(count, head_vectors, output, [&](int vector, int block) {

@@ -215,40 +215,62 @@ struct Tile : Unit<Type> {
     // Defined beside the products of each Type.
     void add(const Span<Type>& span, const Span<Type>& next);
 
-    // Turn the scores of one query into weights relative to its highest score; return what older sums are multiplied by.
-    float weigh(int query, int base, int vectors, Floats* scores, Factor* weights) {
-        const int from = first_of(last[query]) - base, to = last[query] - base;
-        if (from <= 0 && to >= SPAN - 1) return weigh_seen<true>(query, from, to, SPAN_VECTORS, scores, weights);
-        return weigh_seen<false>(query, from, to, vectors, scores, weights);
+    // Turn the scores [count][SPAN] of neighbouring queries into weights relative to the highest score of each, and set
+    // what their older sums are multiplied by. No branch depends on a score, and no query waits for the one before.
+    // decay: room for a multiple of LANES. after_query(i) is called once the weights of query i are known.
+    template <class After>
+    void weigh(int first, int count, const Span<Type>& span, int vectors, const Floats* scores, Factor* weights,
+               float* decay, const After& after_query) {
+        constexpr int room = (Type::GROUP + LANES - 1) / LANES * LANES;
+        const float unit = plan().scale * LOG2_E;
+        float before[room] = {}, after[room] = {};
+        for (int i = 0; i < count; i++) {
+            before[i] = highest[first + i];
+            after[i] = highest[first + i] = highest_seen(first + i, span.base, vectors, scores + i * SPAN_VECTORS);
+        }
+        for (int i = 0; i < count; i += LANES) {
+            const Floats old = load<Floats>(before + i), now = load<Floats>(after + i);
+            store(decay + i, exp2_of_nonpositive(old == now ? Floats{} : old * unit - now * unit));
+        }
+        for (int i = 0; i < count; i++) {
+            const Range seen = range(first + i, span.base);
+            const Floats shift = broadcast(after[i] * unit);
+            Floats total = totals[first + i] * decay[i];
+            const auto add = [&](int vector, Floats weight) {
+                total = total + weight;
+                Type::store_weights(weight, weights + (i * SPAN + vector * LANES) / PACK);
+            };
+            const Floats* own = scores + i * SPAN_VECTORS;
+            if (seen.all())
+                for (int v = 0; v < SPAN_VECTORS; v++) add(v, exp2_of_nonpositive(own[v] * unit - shift));
+            else
+                for (int v = 0; v < vectors; v++)
+                    add(v, seen.lanes(v) ? exp2_of_nonpositive(own[v] * unit - shift) : Floats{});
+            totals[first + i] = total;
+            after_query(i);
+        }
     }
 
-    // With `all`, every position of the span is between `from` and `to`: the bits are the same, and nothing is to be masked.
-    template <bool all>
-    float weigh_seen(int query, int from, int to, int vectors, Floats* scores, Factor* weights) {
-        const auto seen = [&](int v) {
-            const Ints position = lane_numbers() + v * LANES;
+    // Which positions of a span a query sees.
+    struct Range {
+        int from, to;
+        bool all() const { return from <= 0 && to >= SPAN - 1; }
+        Ints lanes(int vector) const {
+            const Ints position = lane_numbers() + vector * LANES;
             return (position >= from) & (position <= to);
-        };
-        const int count = all ? SPAN_VECTORS : vectors;
-        const float previous = highest[query], unit = plan().scale * LOG2_E;
-        Floats maximum = broadcast(previous);
-        for (int v = 0; v < count; v++) {
-            if constexpr (!all) scores[v] = seen(v) ? scores[v] : broadcast(LOWEST);
-            maximum = larger(maximum, scores[v]);
         }
-        highest[query] = highest_lane(maximum);
-        const Floats shift = broadcast(highest[query] * unit);
-        const float decay =
-            previous == highest[query] ? 1.0f : exp2_of_nonpositive(broadcast(previous * unit) - shift)[0];
-        Floats total = totals[query] * decay;
-        for (int v = 0; v < count; v++) {
-            Floats weight = exp2_of_nonpositive(scores[v] * unit - shift);
-            if constexpr (!all) weight = seen(v) ? weight : Floats{};
-            total = total + weight;
-            Type::store_weights(weight, weights + v * LANES / PACK);
-        }
-        totals[query] = total;
-        return decay;
+    };
+    Range range(int query, int base) const { return {first_of(last[query]) - base, last[query] - base}; }
+
+    // The highest score of a query so far.
+    float highest_seen(int query, int base, int vectors, const Floats* scores) const {
+        const Range seen = range(query, base);
+        Floats maximum = broadcast(highest[query]);
+        if (seen.all())
+            for (int v = 0; v < SPAN_VECTORS; v++) maximum = larger(maximum, scores[v]);
+        else
+            for (int v = 0; v < vectors; v++) maximum = larger(maximum, seen.lanes(v) ? scores[v] : broadcast(LOWEST));
+        return highest_lane(maximum);
     }
 
     void finish(View<Element> out) {

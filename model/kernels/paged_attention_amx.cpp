@@ -15,8 +15,8 @@ constexpr int TILE_DIMENSIONS = 32;  // of q and K in one tile product
 struct Tiles : BFloat16 {
     static constexpr int GROUP = TILE_ROWS;
 
-    // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration". Tiles 0 to 3 hold sums,
-    // 4 queries, 5 keys, 6 weights and 7 values.
+    // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration". Tiles 0 and 1 hold
+    // outputs, 2 values, 3 weights, 4 scores, 5 queries and 6 keys.
     struct alignas(64) Setup {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {};
@@ -27,9 +27,9 @@ struct Tiles : BFloat16 {
                 row_bytes[tile] = TILE_BYTES;
                 rows[tile] = static_cast<uint8_t>(queries < TILE_ROWS ? queries : TILE_ROWS);
             }
-            row_bytes[6] = BLOCK * sizeof(Element);
-            rows[5] = TILE_ROWS;
-            rows[7] = BLOCK / PACK;
+            rows[2] = BLOCK / PACK;
+            row_bytes[3] = BLOCK * sizeof(Element);
+            rows[6] = TILE_ROWS;
             _tile_loadconfig(this);
         }
         ~Setup() { _tile_release(); }
@@ -46,84 +46,74 @@ struct Group {
     Floats* scores;  // [16][SPAN]
     int32_t* weights;
 
+    static constexpr int PARTS = TILE_ROWS / 4;
+
     int head_dim() const { return tile.plan().head_dim; }
+    int count() const { return smaller(TILE_ROWS, tile.queries - first); }
 
     void fetch(const uint16_t* address, int rows, size_t stride) const {
         for (int row = 0; row < rows; row++) __builtin_prefetch(address + row * stride);
     }
 
-    void multiply_keys() const {
-        for (int block = 0; block < span.blocks; block += 4) multiply_keys(block);
-    }
-
-    // The scores of up to four blocks.
-    void multiply_keys(int block) const {
-        const int blocks = smaller(4, span.blocks - block);
+    // Part `part` of `parts` of the scores: of some blocks.
+    void multiply_keys(int part, int parts) const {
         const int32_t* queries = tile.factors + first * head_dim() / Tiles::PACK;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
-            const size_t offset = size_t(d) * BLOCK;
-            _tile_loadd(4, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
-            for (int b = 0; b < blocks; b++) {
-                if (next != nullptr) fetch(next->keys[block + b] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
-                _tile_loadd(5, span.keys[block + b] + offset, TILE_BYTES);
-                if (b == 0) _tile_dpbf16ps(0, 4, 5);
-                if (b == 1) _tile_dpbf16ps(1, 4, 5);
-                if (b == 2) _tile_dpbf16ps(2, 4, 5);
-                if (b == 3) _tile_dpbf16ps(3, 4, 5);
+        const int end = (part + 1) * span.blocks / parts;
+        for (int block = part * span.blocks / parts; block < end; block++) {
+            _tile_zero(4);
+            for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
+                const size_t offset = size_t(d) * BLOCK;
+                if (next != nullptr) fetch(next->keys[block] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
+                _tile_loadd(5, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
+                _tile_loadd(6, span.keys[block] + offset, TILE_BYTES);
+                _tile_dpbf16ps(4, 5, 6);
             }
-        }
-        constexpr int stride = SPAN * sizeof(float);
-        _tile_stored(0, scores + block, stride);
-        _tile_stored(1, scores + block + 1, stride);
-        _tile_stored(2, scores + block + 2, stride);
-        _tile_stored(3, scores + block + 3, stride);
-    }
-
-    void weigh() const {
-        const int vectors = tile.head_vectors(), left = tile.queries - first;
-        Floats* sums = tile.sums + first * vectors;
-        for (int i = 0; i < TILE_ROWS && i < left; i++, sums += vectors) {
-            const float decay =
-                tile.weigh(first + i, span.base, span.blocks, scores + i * SPAN_VECTORS, weights + i * SPAN / Tiles::PACK);
-            if (decay == 1.0f) continue;
-            for (int v = 0; v < vectors; v++) sums[v] *= decay;
+            _tile_stored(4, scores + block, SPAN * sizeof(float));
         }
     }
 
-    void multiply_values() const {
-        for (int dimension = 0; dimension < head_dim(); dimension += 4 * LANES) add_values(dimension);
+    // Part `part` of `parts` of the outputs: of 32 dimensions after another, one block after another of each.
+    void multiply_values(int part, int parts) const {
+        const int all = head_dim() / TILE_DIMENSIONS * span.blocks, end = (part + 1) * all / parts;
+        for (int i = part * all / parts; i < end; i++) add_values(i / span.blocks * TILE_DIMENSIONS, i % span.blocks);
     }
 
-    // Add 64 dimensions of the blocks' values to the sums.
-    void add_values(int dimension) const {
+    // Add 32 dimensions of a block's values to the outputs, which stay in tiles from the first block to the last.
+    void add_values(int dimension, int block) const {
         Floats* sums = tile.sums + first * tile.head_vectors() + dimension / LANES;
-        const size_t sum_stride = head_dim() * sizeof(float), value_stride = head_dim() * Tiles::PACK;
-        _tile_loadd(0, sums, sum_stride);
-        _tile_loadd(1, sums + 1, sum_stride);
-        _tile_loadd(2, sums + 2, sum_stride);
-        _tile_loadd(3, sums + 3, sum_stride);
-        for (int b = 0; b < span.blocks; b++) {
-            const uint16_t* values = span.values[b] + dimension * Tiles::PACK;
-            _tile_loadd(6, weights + b * BLOCK / Tiles::PACK, SPAN * sizeof(uint16_t));
-            for (int v = 0; v < 4 && next != nullptr; v++)
-                fetch(next->values[b] + dimension * Tiles::PACK + v * TILE_DIMENSIONS, BLOCK / Tiles::PACK, value_stride);
-            _tile_loadd(7, values, value_stride * sizeof(uint16_t));
-            _tile_dpbf16ps(0, 6, 7);
-            _tile_loadd(7, values + TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
-            _tile_dpbf16ps(1, 6, 7);
-            _tile_loadd(7, values + 2 * TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
-            _tile_dpbf16ps(2, 6, 7);
-            _tile_loadd(7, values + 3 * TILE_DIMENSIONS, value_stride * sizeof(uint16_t));
-            _tile_dpbf16ps(3, 6, 7);
+        const size_t sum_stride = head_dim() * sizeof(float), pair_stride = head_dim() * Tiles::PACK;
+        const uint16_t* values = span.values[block] + dimension * Tiles::PACK;
+        if (block == 0) {
+            _tile_loadd(0, sums, sum_stride);
+            _tile_loadd(1, sums + 1, sum_stride);
         }
+        if (next != nullptr) {
+            const uint16_t* ahead = next->values[block] + dimension * Tiles::PACK;
+            fetch(ahead, BLOCK / Tiles::PACK, pair_stride);
+            fetch(ahead + TILE_DIMENSIONS, BLOCK / Tiles::PACK, pair_stride);
+        }
+        _tile_loadd(3, weights + block * BLOCK / Tiles::PACK, SPAN * sizeof(uint16_t));
+        _tile_loadd(2, values, pair_stride * sizeof(uint16_t));
+        _tile_dpbf16ps(0, 3, 2);
+        _tile_loadd(2, values + TILE_DIMENSIONS, pair_stride * sizeof(uint16_t));
+        _tile_dpbf16ps(1, 3, 2);
+        if (block < span.blocks - 1) return;
         _tile_stored(0, sums, sum_stride);
         _tile_stored(1, sums + 1, sum_stride);
-        _tile_stored(2, sums + 2, sum_stride);
-        _tile_stored(3, sums + 3, sum_stride);
+    }
+
+    // Weigh the scores, and call between(part, parts) for every part meanwhile.
+    template <class Between>
+    void weigh(const Between& between) const {
+        alignas(TILE_BYTES) float decay[TILE_ROWS];
+        const int vectors = tile.head_vectors();
+        tile.weigh(first, count(), span, span.blocks, scores, weights, decay, [&](int i) {
+            if (i % 4 == 3) between(i / 4, PARTS);
+        });
+        for (int part = count() / 4; part < PARTS; part++) between(part, PARTS);
+        Floats* sums = tile.sums + first * vectors;
+        for (int i = 0; i < count(); i++)
+            for (int v = 0; v < vectors; v++) sums[i * vectors + v] *= decay[i];
     }
 };
 
@@ -143,13 +133,16 @@ void Tile<Tiles>::add(const Span<Tiles>& span, const Span<Tiles>& next) {
         const int turn = first / TILE_ROWS % 2;
         return Group{*this, span, first == begin ? &next : nullptr, first, scores[turn], weights[turn]};
     };
-    group(begin).multiply_keys();
+    group(begin).multiply_keys(0, 1);
     for (int first = begin; first < end; first += TILE_ROWS) {
-        if (first + TILE_ROWS < end) group(first + TILE_ROWS).multiply_keys();
-        group(first).weigh();
-        if (first > begin) group(first - TILE_ROWS).multiply_values();
+        const Group before = group(first - TILE_ROWS), behind = group(first + TILE_ROWS);
+        const auto multiply = [&](int part, int parts) {
+            if (first > begin) before.multiply_values(part, parts);
+            if (first + TILE_ROWS < end) behind.multiply_keys(part, parts);
+        };
+        group(first).weigh(multiply);
     }
-    group(end - TILE_ROWS).multiply_values();
+    group(end - TILE_ROWS).multiply_values(0, 1);
 }
 
 }  // namespace
