@@ -1,6 +1,6 @@
 // Everything in a block that is neither a product nor attention: norms, residual additions, RoPE, SiLU.
 // Values are widened to float32, and rounded once where they are written.
-// variants: plain avx2 avx512
+// variants: plain avx2 avx512 avx512_bf16
 #include <cmath>
 
 #include "numbers.h"
@@ -29,35 +29,54 @@ void for_each_token(int64_t tokens, int64_t elements, const Body& body) {
     });
 }
 
-// In a fixed order, 16 sums side by side.
+// Call vector(i) for 16 elements after another, and one(i) for each of the rest.
+template <class Vector, class One>
+inline void for_each_lanes(int64_t width, const Vector& vector, const One& one) {
+    int64_t i = 0;
+    for (; i + lane_count <= width; i += lane_count) vector(i);
+    for (; i < width; i++) one(i);
+}
+
+// In a fixed order, 64 sums side by side.
 template <class T>
 float sum_of_squares(const T* x, int64_t width) {
-    Lanes sums = {};
-    int64_t i = 0;
-    for (; i + lane_count <= width; i += lane_count) {
-        const Lanes values = load_lanes(x + i);
-        sums += values * values;
-    }
+    constexpr int chains = 4;
+    Lanes sums[chains] = {};
     float total = 0.0f;
+    int64_t i = 0;
+    for (; i + chains * lane_count <= width; i += chains * lane_count) {
+        for (int chain = 0; chain < chains; chain++) {
+            const Lanes values = load_lanes(x + i + chain * lane_count);
+            sums[chain] += values * values;
+        }
+    }
     for (; i < width; i++) total += to_float(x[i]) * to_float(x[i]);
-    for (int lane = 0; lane < lane_count; lane++) total += sums[lane];
+    const Lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int lane = 0; lane < lane_count; lane++) total += all[lane];
     return total;
 }
 
 template <class T>
 void add_row(T* x, const T* branch, int64_t width) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < width; i++) x[i] = from_float<T>(to_float(x[i]) + to_float(branch[i]));
+    for_each_lanes(
+        width, [&](int64_t i) { store_lanes(x + i, load_lanes(x + i) + load_lanes(branch + i)); },
+        [&](int64_t i) { x[i] = from_float<T>(to_float(x[i]) + to_float(branch[i])); });
 }
 
 template <class T>
 void norm_row(const T* x, const T* weight, float epsilon, T* out, int64_t width) {
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + epsilon);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < width; i++) {
-        const float normalised = to_float(from_float<T>(to_float(x[i]) * scale));
-        out[i] = from_float<T>(normalised * to_float(weight[i]));
-    }
+    for_each_lanes(
+        width,
+        [&](int64_t i) {
+            T normalised[lane_count];
+            store_lanes(normalised, load_lanes(x + i) * scale);
+            store_lanes(out + i, load_lanes(normalised) * load_lanes(weight + i));
+        },
+        [&](int64_t i) {
+            const float normalised = to_float(from_float<T>(to_float(x[i]) * scale));
+            out[i] = from_float<T>(normalised * to_float(weight[i]));
+        });
 }
 
 // branch.data may be null. It is read to its end before out, perhaps the same memory, is written.
@@ -83,12 +102,19 @@ void rotate_heads(View x, int64_t token, const float* cosines, int64_t half) {
     for (int64_t head = 0; head < x.heads; head++) {
         T* low = row<T>(x, token, head);
         T* high = low + half;
-#pragma GCC ivdep
-        for (int64_t i = 0; i < half; i++) {
-            const float a = to_float(low[i]), b = to_float(high[i]);
-            low[i] = from_float<T>(a * cosines[i] - b * sines[i]);
-            high[i] = from_float<T>(b * cosines[i] + a * sines[i]);
-        }
+        for_each_lanes(
+            half,
+            [&](int64_t i) {
+                const Lanes a = load_lanes(low + i), b = load_lanes(high + i);
+                const Lanes cosine = load_lanes(cosines + i), sine = load_lanes(sines + i);
+                store_lanes(low + i, a * cosine - b * sine);
+                store_lanes(high + i, b * cosine + a * sine);
+            },
+            [&](int64_t i) {
+                const float a = to_float(low[i]), b = to_float(high[i]);
+                low[i] = from_float<T>(a * cosines[i] - b * sines[i]);
+                high[i] = from_float<T>(b * cosines[i] + a * sines[i]);
+            });
     }
 }
 
@@ -111,8 +137,8 @@ int rotate(View q, View k, const int32_t* positions, int64_t tokens, const float
 inline Lanes exponential(Lanes x) {
     x = x < -87.0f ? Lanes{} - 87.0f : x;
     x = x > 88.0f ? Lanes{} + 88.0f : x;
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-    const Lanes n = (x * 1.44269504f + shift) - shift;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
     const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     Lanes p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -120,10 +146,20 @@ inline Lanes exponential(Lanes x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * reinterpret_cast<Lanes>((__builtin_convertvector(n, IntLanes) + 127) << 23);
+    return (Lanes)((BitLanes)p + ((BitLanes)shifted << 23));  // n goes to the exponent; the bits of magic fall out
 }
 
-inline Lanes silu(Lanes x) { return x / (1.0f + exponential(-x)); }
+// 1 / x to about one unit in the last place: the division of 16 numbers takes as long as all else in SiLU.
+inline Lanes reciprocal(Lanes x) {
+#if defined(__AVX512F__)
+    const Lanes estimate = (Lanes)_mm512_rcp14_ps((__m512)x);
+    return estimate + estimate * (1.0f - x * estimate);
+#else
+    return 1.0f / x;
+#endif
+}
+
+inline Lanes silu(Lanes x) { return x * reciprocal(1.0f + exponential(-x)); }
 
 template <class T>
 void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
@@ -163,4 +199,6 @@ void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
     }
 
 OCTAVO_ELEMENTWISE(bf16, bf16)
+#if !defined(__AVX512BF16__)
 OCTAVO_ELEMENTWISE(float, f32)
+#endif

@@ -203,7 +203,8 @@ class NativeKernels:
         self.vector_variant = name if name in {"avx2", "plain"} else "avx512"
         """The copy of a kernel to use where it needs neither AMX nor bfloat16 instructions."""
         self._memory = WeightMemory()
-        suffix = f"{SUFFIXES[dtype]}_{self.vector_variant}"
+        rounds = dtype == torch.bfloat16 and name in {"avx512_bf16", "amx_bf16"}
+        suffix = f"{SUFFIXES[dtype]}_{'avx512_bf16' if rounds else self.vector_variant}"
         counts = (c_int64, c_int64)
         self._norm = library.function(f"add_rms_norm_{suffix}", c_char_p, c_void_p, c_float, *counts)
         self._add = library.function(f"add_{suffix}", c_char_p, *counts)
