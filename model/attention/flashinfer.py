@@ -68,7 +68,7 @@ class FlashInferAttention:
         self._device, self._dtype, self._cache_dtype = store.data.device, dtype, store.data.dtype
         self._heads, self._kv_heads, self._head_dim = config.heads, config.kv_heads, layout.head_dim
         self._block_size = layout.block_size
-        self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
+        self._shapes = _shapes(config, layout.block_size, dtype, store.data.dtype)
         pages = (store.blocks, layout.block_size, layout.kv_heads, layout.head_dim)
         self._layers = [(store.keys(i).view(pages), store.values(i).view(pages)) for i in range(layout.layers)]
         self._scales = store.scales
@@ -229,7 +229,7 @@ class FlashInferAttention:
             last_page_len=part.last_block_len,
             head_dim=self._head_dim,
             seq_lens=part.kv_lengths,
-            **self._shapes(),
+            **self._shapes,
         )
         chosen.fence.set()
         return _runner(chosen.wrapper)
@@ -244,23 +244,10 @@ class FlashInferAttention:
             head_dim_qk=self._head_dim,
             causal=True,
             seq_lens=part.kv_lengths,
-            **self._shapes(),
+            **self._shapes,
         )
         self._prefill.fence.set()
         return _runner(self._prefill.wrapper)
-
-    def _shapes(self) -> dict[str, Any]:
-        """What every plan must be told, as FlashInfer's defaults are of another model."""
-        return {
-            "num_qo_heads": self._heads,
-            "num_kv_heads": self._kv_heads,
-            "page_size": self._block_size,
-            "window_left": self._window_left,
-            "sm_scale": self._head_dim**-0.5,
-            "q_data_type": self._dtype,
-            "kv_data_type": self._cache_dtype,
-            "o_data_type": self._dtype,
-        }
 
     def _plan_xqa(self, part: AttentionBatch) -> Run:
         """XQA needs no schedule, only tables and lengths on the device, at addresses that never change."""
@@ -283,12 +270,26 @@ class FlashInferAttention:
             block_tables=self._table[:rows],
             seq_lens=self._lengths[:rows],
             max_seq_len=self._table_width * self._block_size,
-            bmm1_scale=self._head_dim**-0.5,
+            bmm1_scale=self._shapes["sm_scale"],
             bmm2_scale=1.0,
-            window_left=self._window_left,
+            window_left=self._shapes["window_left"],
             out=out,
             kv_layout="NHD",
         )
+
+
+def _shapes(config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> dict[str, Any]:
+    """What every plan must be told, as FlashInfer's defaults are of another model."""
+    return {
+        "num_qo_heads": config.heads,
+        "num_kv_heads": config.kv_heads,
+        "page_size": block_size,
+        "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
+        "sm_scale": config.head_dim**-0.5,
+        "q_data_type": dtype,
+        "kv_data_type": cache_dtype,
+        "o_data_type": dtype,
+    }
 
 
 def float_workspace(
@@ -299,9 +300,7 @@ def float_workspace(
     Asked for are steps of one token and of as many tokens as there may be, in few rows and in many, all of full length.
     """
     library: Any = load_flashinfer()
-    shapes = {"num_qo_heads": config.heads, "num_kv_heads": config.kv_heads, "page_size": limits.block_size}
-    types = {"q_data_type": dtype, "kv_data_type": FP8 if fp8_cache else dtype, "o_data_type": dtype}
-    window = {"window_left": -1 if config.sliding_window is None else config.sliding_window - 1}
+    shapes = _shapes(config, limits.block_size, dtype, FP8 if fp8_cache else dtype)
     small = torch.zeros(16, dtype=torch.uint8, device=device)
     decode = library.BatchDecodeWithPagedKVCacheWrapper(small, kv_layout="NHD", use_tensor_cores=True, backend="fa2")
     prefill = library.BatchPrefillWithPagedKVCacheWrapper(small, kv_layout="NHD", backend="fa2")
@@ -312,7 +311,7 @@ def float_workspace(
         indptr = pages * torch.arange(rows + 1, dtype=torch.int32)
         indices, lasts = torch.zeros(rows * pages, dtype=torch.int32), torch.full((rows,), last, dtype=torch.int32)
         size, _ = decode.workspace_size(
-            indptr=indptr, indices=indices, last_page_len=lasts, head_dim=config.head_dim, **shapes, **types, **window
+            indptr=indptr, indices=indices, last_page_len=lasts, head_dim=config.head_dim, **shapes
         )
         needed = max(needed, size)
         for tokens in {2, min(limits.max_tokens // rows, limits.max_model_len)} - {0}:
@@ -324,8 +323,6 @@ def float_workspace(
                 head_dim_qk=config.head_dim,
                 causal=True,
                 **shapes,
-                **types,
-                **window,
             )
             needed = max(needed, size)
     return needed
