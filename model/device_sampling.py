@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from octavo.model.device_draw import draw_rows, draw_truncated_rows, most_likely_rows, put_rows, rank_rows, take_rows
-from octavo.model.draw import largest
+from octavo.model.draw import largest, not_finite
 from octavo.model.philox import uniforms
-from octavo.model.sampling import Report, Sampled, Sampler, greedy, not_finite
+from octavo.model.sampling import Report, Sampled, Sampler, greedy
 from octavo.model.slots import IntArray, Records
 from octavo.model.workspaces import SAMPLER_LOGITS
 

@@ -85,6 +85,20 @@ def largest(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(axis=1))
 
 
+def not_finite(logits: Tensor, largest: Tensor) -> Tensor:
+    """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN.
+
+    largest: [rows], the largest logit of each row.
+    """
+    return ~(largest.isfinite() & logits.amin(dim=1).isfinite())
+
+
+def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `largest`, as int32, and which rows hold a NaN or an infinity, bool; both [rows]."""
+    ids = largest(logits)
+    return ids.int(), not_finite(logits, logits.gather(1, ids[:, None])[:, 0])
+
+
 def most_likely(values: Tensor, count: int, scratch: RowScratch) -> Tensor:
     """Return the ids of the `count` largest values, equal values by id: int64 [count], in the scratch on a CPU.
 

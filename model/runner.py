@@ -20,10 +20,11 @@ from octavo.model.attention import EMPTY_BATCH, AttentionBackend
 from octavo.model.attention.load import load_attention, scale_destinations
 from octavo.model.device import CPU, Fence, Lander, to_device
 from octavo.model.device_sampling import DeviceSampler
-from octavo.model.draw import RowScratch
+from octavo.model.draw import RowScratch, highest
 from octavo.model.graphs import Capture, DecodeGraphs, Gpu
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.fp8 import FP8
+from octavo.model.kernels.native import NativeKernels
 from octavo.model.memory import RunnerLimits, kv_layout, rank_shape
 from octavo.model.parallel import Ranks, share_destinations
 from octavo.model.poison import Poison, poison_wanted
@@ -290,7 +291,8 @@ def build_runner(
     if gpu:
         runner = ModelRunner(model, attention, slots, DeviceSampler(slots, scratch), arena, capture=gpu.capture)
     else:
-        runner = ModelRunner(model, attention, slots, Sampler(slots, scratch), arena, None if ranks else kernels.record)
+        sampler = Sampler(slots, scratch, kernels.highest if isinstance(kernels, NativeKernels) else highest)
+        runner = ModelRunner(model, attention, slots, sampler, arena, None if ranks else kernels.record)
     runner.weights_digest = ranks.combine(digest) if ranks else digest
     if poison_wanted() and not gpu:
         runner.poison = Poison(store, arena)

@@ -7,6 +7,7 @@ and a row that needs little does not pay for one that needs more. Rows that need
 at a time through the arena's scratch of one row, so the sampler allocates nothing but its results.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.device import Fence, Lander
-from octavo.model.draw import RowScratch, draw, draw_truncated, largest, most_likely, rank_of
+from octavo.model.draw import RowScratch, draw, draw_truncated, highest, largest, most_likely, not_finite, rank_of
 from octavo.model.penalties import penalise_occurrence, penalise_repetition
 from octavo.model.philox import uniforms
 from octavo.model.slots import IntArray, Record, Records, SlotTable
@@ -82,9 +83,16 @@ class Sampled:
 class Sampler:
     """Samples the next token of each row, by the parameters of the row's slot."""
 
-    def __init__(self, slots: SlotTable, scratch: RowScratch) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        scratch: RowScratch,
+        highest: Callable[[Tensor], tuple[Tensor, Tensor]] = highest,
+    ) -> None:
+        """`highest` finds what most rows need; see draw.highest."""
         self._slots = slots
         self._scratch = scratch
+        self._highest = highest
 
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Choose a token for each row.
@@ -93,8 +101,7 @@ class Sampler:
         index of the new token in prompt and output together, and all tokens before it must be in the slot table.
         """
         records = self._slots.sampling[slots]
-        ids = largest(logits)
-        failed, tokens = not_finite(logits, logits.gather(1, ids[:, None])[:, 0]), ids.int()
+        tokens, failed = self._highest(logits)
         drawn, edited, asked = ~greedy(records), self._edited(slots, positions), records["logprobs"] >= 0
         noise = uniforms(records["seed"], positions) if drawn.any() else np.zeros(len(slots))
         best, reports = torch.zeros(len(slots), device=logits.device), []
@@ -173,11 +180,3 @@ def greedy(records: Records) -> Flags:
     """Which rows take the largest logit, be it by temperature or because nothing else is kept."""
     flags: Flags = (records["temperature"] == 0) | (records["top_k"] == 1) | (records["top_p"] <= 0)
     return flags
-
-
-def not_finite(logits: Tensor, highest: Tensor) -> Tensor:
-    """Which rows hold a NaN or an infinity: bool [rows]. Both extremes of a row that holds a NaN are NaN.
-
-    highest: [rows], the largest logit of each row.
-    """
-    return ~(highest.isfinite() & logits.amin(dim=1).isfinite())

@@ -1,7 +1,8 @@
-// Everything in a block that is neither a product nor attention: norms, residual additions, RoPE, SiLU.
+// Everything in a step that is neither a product nor attention: norms, residual additions, RoPE, SiLU, largest logits.
 // Values are widened to float32, and rounded once where they are written.
 // variants: plain avx2 avx512 avx512_bf16
 #include <cmath>
+#include <limits>
 
 #include "numbers.h"
 #include "parallel.h"
@@ -177,6 +178,34 @@ void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
     });
 }
 
+// The id of a row's largest number, the lowest among equals; failed where some number is not finite.
+inline int32_t largest(const float* x, int64_t width, bool& failed) {
+    constexpr uint32_t infinity = 0x7f800000u;
+    Lanes best = Lanes{} - std::numeric_limits<float>::infinity();
+    IntLanes ids = {};
+    BitLanes extremes = {};
+    const int64_t whole = width / lane_count * lane_count;
+    for (int64_t i = 0; i < whole; i += lane_count) {
+        const Lanes values = load_lanes(x + i);
+        const IntLanes larger = values > best;
+        best = larger ? values : best;
+        ids = larger ? IntLanes{} + static_cast<int32_t>(i) : ids;
+        const BitLanes magnitudes = reinterpret_cast<BitLanes>(values) & 0x7fffffffu;
+        extremes = magnitudes > extremes ? magnitudes : extremes;
+    }
+    int32_t id = 0;
+    for (int lane = 0; lane < lane_count && whole > 0; lane++) {
+        const int32_t other = ids[lane] + lane;
+        if (x[other] > x[id] || (x[other] == x[id] && other < id)) id = other;
+        failed |= extremes[lane] >= infinity;
+    }
+    for (int64_t i = whole; i < width; i++) {
+        if (x[i] > x[id]) id = static_cast<int32_t>(i);
+        failed |= !std::isfinite(x[i]);
+    }
+    return id;
+}
+
 }  // namespace
 
 #define OCTAVO_ELEMENTWISE(type, suffix)                                                                              \
@@ -201,4 +230,13 @@ void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
 OCTAVO_ELEMENTWISE(bf16, bf16)
 #if !defined(__AVX512BF16__)
 OCTAVO_ELEMENTWISE(float, f32)
+
+// logits [rows, width]; ids and failed [rows]
+OCTAVO_KERNEL(largest)
+(const float* logits, int64_t stride, int64_t rows, int64_t width, int32_t* ids, bool* failed) {
+    for_each_token(rows, width, [&](int64_t row) {
+        failed[row] = false;
+        ids[row] = largest(logits + row * stride, width, failed[row]);
+    });
+}
 #endif

@@ -48,14 +48,15 @@ class PackedLinear:
         shape: tuple[int, int],
         dtype: torch.dtype,
         bias: bool,
-        kind: int = 0,
+        quantised: str = "",
     ) -> None:
         """Own `weight`, flat memory for the panels of W of this shape, [out_features, in_features].
 
-        `variant` names the copy of the kernel, for example "avx2"; dtype is that of activations and bias; kind is a
-        `Kind` of quantised.h.
+        `variant` names the copy of the kernel, for example "avx2"; dtype is that of activations and bias; quantised is
+        empty or a key of QUANTISED.
         """
         out_features, in_features = shape
+        kind = 1 + list(QUANTISED).index(quantised) if quantised else 0
         self.out_features = out_features
         self.in_features = in_features
         self.dtype = dtype
@@ -149,25 +150,6 @@ class PackedLinear:
 class QuantisedLinear(PackedLinear):
     """A Linear whose panels hold the quantised blocks of a GGUF file, see quantised.h."""
 
-    def __init__(
-        self,
-        library: Library,
-        variant: str,
-        weight: Tensor,
-        *,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        bias: bool,
-        quantised: str,
-    ) -> None:
-        """As for a PackedLinear; quantised is a key of QUANTISED."""
-        kind = 1 + list(QUANTISED).index(quantised)
-        super().__init__(library, variant, weight, shape=shape, dtype=dtype, bias=bias, kind=kind)
-        elements, block_bytes = QUANTISED[quantised]
-        if self.in_features % elements:
-            raise ValueError(f"{self.in_features} columns cannot be divided into blocks of {elements} ({quantised})")
-        self._row_bytes = self.in_features // elements * block_bytes
-
     @property
     def scratch_nbytes(self) -> int:
         """Bytes that each thread keeps for an expanded panel."""
@@ -175,10 +157,11 @@ class QuantisedLinear(PackedLinear):
 
     def load(self, first_row: int, weight: Tensor) -> None:
         """Store uint8 [rows, bytes of a row] at rows first_row .. of W: blocks as they lie in a GGUF file."""
-        if weight.dtype != torch.uint8 or weight.ndim != 2 or weight.shape[1] != self._row_bytes:
+        elements, block_bytes = list(QUANTISED.values())[self._weights.kind - 1]
+        row_bytes = self.in_features // elements * block_bytes
+        if weight.dtype != torch.uint8 or weight.ndim != 2 or weight.shape[1] != row_bytes:
             raise ValueError(
-                f"weight: expected blocks, torch.uint8 [rows, {self._row_bytes}], "
-                f"got {weight.dtype} {list(weight.shape)}"
+                f"weight: expected blocks, torch.uint8 [rows, {row_bytes}], got {weight.dtype} {list(weight.shape)}"
             )
         self._check_rows("weight", first_row, weight)
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -212,6 +195,9 @@ class NativeKernels:
             f"rotate_{suffix}", c_char_p, c_void_p, c_int64, c_void_p, *counts, result=c_int
         )
         self._silu_mul = library.function(f"silu_mul_{suffix}", c_void_p, c_int64, *counts)
+        self._largest = library.function(
+            f"largest_{self.vector_variant}", c_void_p, c_int64, *counts, c_void_p, c_void_p
+        )
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body` and return what repeats its calls, without Python's share of them."""
@@ -223,13 +209,10 @@ class NativeKernels:
             raise ValueError(f"a linear needs at least one row and column, got {out_features} x {in_features}")
         variant = self.name if self.dtype == torch.bfloat16 else self.vector_variant
         shape = (out_features, in_features)
-        if quantised:
-            blocks = self._memory.take(quantised_bytes(*shape, quantised), torch.uint8)
-            return QuantisedLinear(
-                self.library, variant, blocks, shape=shape, dtype=self.dtype, bias=bias, quantised=quantised
-            )
-        weight = self._memory.take(packed_elements(*shape, self.dtype.itemsize), self.dtype)
-        return PackedLinear(self.library, variant, weight, shape=shape, dtype=self.dtype, bias=bias)
+        elements = quantised_bytes(*shape, quantised) if quantised else packed_elements(*shape, self.dtype.itemsize)
+        weight = self._memory.take(elements, torch.uint8 if quantised else self.dtype)
+        make = QuantisedLinear if quantised else PackedLinear
+        return make(self.library, variant, weight, shape=shape, dtype=self.dtype, bias=bias, quantised=quantised)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
@@ -281,6 +264,14 @@ class NativeKernels:
         self._silu_mul(gate_up.data_ptr(), stride, tokens, width)
         gated = gate_up[:, :width]
         return gated if out is None else out.copy_(gated)
+
+    def highest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the id of each row's largest logit, and which rows are not finite; see draw.highest."""
+        width = logits.shape[-1]
+        rows, stride = _matrix("logits", logits, torch.float32, width)
+        ids, failed = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.bool)
+        self._largest(logits.data_ptr(), stride, rows, width, ids.data_ptr(), failed.data_ptr())
+        return ids, failed
 
 
 def _matrix(name: str, tensor: Tensor, dtype: torch.dtype, width: int) -> tuple[int, int]:

@@ -16,8 +16,13 @@ def packed_elements(out_features: int, in_features: int, element_bytes: int) -> 
 
 
 def quantised_bytes(out_features: int, in_features: int, kind: str) -> int:
-    """Bytes of W [out_features, in_features] in quantised blocks, the padding of its last panel included."""
+    """Bytes of W [out_features, in_features] in quantised blocks, the padding of its last panel included.
+
+    Raises ValueError where rows are no whole number of blocks.
+    """
     elements, block_bytes = QUANTISED[kind]
+    if in_features % elements:
+        raise ValueError(f"{in_features} columns cannot be divided into blocks of {elements} ({kind})")
     return -(-out_features // PANEL_WIDTH) * PANEL_WIDTH * (in_features // elements) * block_bytes
 
 

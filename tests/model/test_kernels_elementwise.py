@@ -5,6 +5,9 @@ import torch
 from support.kernels import ALL, NATIVE, ROUNDOFF, make_kernels, random, same_bits
 from torch import Tensor
 
+from octavo.model.draw import highest
+from octavo.model.kernels.native import NativeKernels
+
 EPSILON = 1e-5
 WIDTHS = (1, 5, 16, 64, 100, 576)
 TOKENS = 40
@@ -170,3 +173,24 @@ def test_wrong_arguments_are_refused(path: str, dtype: torch.dtype) -> None:
     for call in wrong_calls:
         with pytest.raises(ValueError, match=r"expected|positions"):
             call()
+
+
+@every_native_kernel
+@pytest.mark.parametrize("width", [1, 7, 16, 40, 1000])
+def test_the_lowest_of_the_largest_logits_is_found_and_what_is_not_finite(
+    path: str, dtype: torch.dtype, width: int
+) -> None:
+    kernels = make_kernels(path, dtype)
+    assert isinstance(kernels, NativeKernels)
+    logits = random(TOKENS, width + 5)[:, :width].mul(2).round()  # many are equal
+    logits[3] = -torch.inf
+    for row, value in ((5, torch.nan), (6, torch.inf), (7, -torch.inf), (9, -torch.nan)):
+        logits[row, row * 5 % width] = value
+    for row, column in ((11, 0), (12, width - 1), (13, width // 2)):
+        logits[row, column] = 100
+    (ids, failed), (expected, finite) = kernels.highest(logits), (logits.argmax(1), logits.isfinite().all(1))
+    assert torch.equal(failed, ~finite)
+    assert torch.equal(ids[finite], expected.int()[finite])
+    assert ((ids >= 0) & (ids < width)).all()
+    for found, reference in zip(kernels.highest(logits), highest(logits), strict=True):
+        assert torch.equal(found[finite], reference[finite])
