@@ -66,6 +66,8 @@ class Server:
     memory_bytes: int = 0
     once: str = ""
     """Workloads that are measured in the first round only."""
+    never: str = ""
+    """Workloads that are not measured."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
 
@@ -110,6 +112,10 @@ class Server:
         """Go before everything else on this machine; needs root."""
         for pid in self.processes():
             Path(f"/proc/{pid}/autogroup").write_text("-20")
+
+    def rate(self, workload: str) -> float:
+        """Median output tokens per second; 0 where it was not measured."""
+        return statistics.median(self.rates.get(workload, [0.0]))
 
     def measure_memory(self) -> None:
         """Remember the largest proportional share of memory that its processes had together."""
@@ -165,6 +171,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--once", action="append", default=[], metavar="NAME=WORKLOADS", help="measure these in the first round only"
     )
+    parser.add_argument(
+        "--never",
+        action="append",
+        default=[],
+        metavar="NAME=WORKLOADS",
+        help="do not measure these, as it takes minutes",
+    )
     parser.add_argument("--workloads", default="abcde", help="which of them (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300)
     parser.add_argument("--priority", action="store_true", help="let servers go before all else here (needs root)")
@@ -190,9 +203,9 @@ def present(arguments: argparse.Namespace) -> list[Server]:
             print(f"{name} is left out: there is no {program}")
             continue
         servers.append(Server(name, words))
-    slow = dict(item.split("=") for item in arguments.once)
+    once, never = (dict(item.split("=") for item in given) for given in (arguments.once, arguments.never))
     for server in servers:
-        server.once = slow.pop(server.name, "")
+        server.once, server.never = once.get(server.name, ""), never.get(server.name, "")
     return servers
 
 
@@ -204,7 +217,7 @@ def run_round(servers: list[Server], number: int, workloads: str, trace: Path) -
         options = WORKLOADS[workload].split()
         turn = number % len(servers)
         for server in servers[turn:] + servers[:turn]:
-            if number and workload in server.once:
+            if workload in server.never or (number and workload in server.once):
                 continue
             facts = bench(server, [*options, "--seed", str(1000 * number + ord(workload))])
             server.rates.setdefault(workload, []).append(facts["output_tokens_per_second"])
@@ -265,11 +278,10 @@ def table(servers: list[Server], workloads: str) -> list[str]:
     names = [server.name for server in servers]
     lines = [f"| output tokens/s | {' | '.join(names)} | ratio |", "|---" * (len(names) + 2) + "|"]
     for workload in workloads:
-        rates = [statistics.median(server.rates[workload]) for server in servers]
-        best = max((statistics.median(peer.rates[workload]) for peer in peers), default=0.0)
-        ours = [rate for rate, server in zip(rates, servers, strict=True) if server.ours]
-        ratio = ", ".join(f"{rate / best:.2f}" for rate in ours) if best else "-"
-        lines.append(f"| {workload}: {MEANING[workload]} | {' | '.join(f'{rate:.1f}' for rate in rates)} | {ratio} |")
+        best = max((peer.rate(workload) for peer in peers), default=0.0)
+        ratio = ", ".join(f"{server.rate(workload) / best:.2f}" for server in servers if server.ours) if best else "-"
+        rates = [f"{server.rate(workload):.1f}" if server.rate(workload) else "-" for server in servers]
+        lines.append(f"| {workload}: {MEANING[workload]} | {' | '.join(rates)} | {ratio} |")
     gaps = [f"{statistics.median(server.gaps):.0f}" for server in servers]
     lines.append(f"| worst gap while a 1,500-token prompt arrives, ms | {' | '.join(gaps)} | |")
     lines.append(f"| start to first answer, s | {' | '.join(f'{server.start_seconds:.1f}' for server in servers)} | |")
@@ -285,8 +297,8 @@ def plot(servers: list[Server], workloads: str, target: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4))
     width = 0.8 / len(servers)
     for index, server in enumerate(servers):
-        medians = [statistics.median(server.rates[workload]) for workload in workloads]
-        best = [max(statistics.median(other.rates[workload]) for other in servers) for workload in workloads]
+        medians = [server.rate(workload) for workload in workloads]
+        best = [max(other.rate(workload) for other in servers) for workload in workloads]
         places = [place + index * width for place in range(len(workloads))]
         bars = axes.bar(
             places, [value / most for value, most in zip(medians, best, strict=True)], width, label=server.name
