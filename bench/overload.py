@@ -63,10 +63,11 @@ async def measure(port: int, seconds: float) -> None:
     """Run the phases and print what they came to."""
     await asyncio.gather(*(ask(port) for _ in range(SLOTS)))  # warm
     base = statistics.median([(await ask(port)).latency for _ in range(BASE_REQUESTS)])
-    rate, saturated = served(await saturate(port, seconds), seconds)
+    start = time.perf_counter()
+    rate, saturated = served(await saturate(port, seconds), start)
     start = time.perf_counter()
     replies = await overload(port, OVERLOAD * rate, seconds)
-    _, goodput = served([reply for reply in replies if reply.received < start + seconds], seconds)
+    _, goodput = served([reply for reply in replies if reply.received < start + seconds], start)
     recovery = await recover(port, base, start + seconds)
     refused = sorted(reply.latency for reply in replies if reply.status == 429)
     other = [reply.status for reply in replies if reply.status not in (200, 429)]
@@ -126,9 +127,10 @@ async def ask(port: int) -> Reply:
     return Reply(status, sent, time.perf_counter())
 
 
-def served(replies: list[Reply], seconds: float) -> tuple[float, float]:
-    """Requests and output tokens a second."""
-    count = sum(reply.status == 200 for reply in replies) / seconds
+def served(replies: list[Reply], start: float) -> tuple[float, float]:
+    """Requests and output tokens a second, up to the last answer: those begun together end together, a step's worth."""
+    ends = [reply.received for reply in replies if reply.status == 200]
+    count = len(ends) / (max(ends) - start) if ends else 0.0
     return count, count * OUTPUT_TOKENS
 
 
