@@ -9,6 +9,7 @@ Probabilities and sums are float64. Rows are taken one at a time, through the sc
 so nothing is allocated, what is computed stays in a processor's cache, and a row's bits depend on nothing but the row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from octavo.model.arena import ActivationArena
 from octavo.model.slots import Record
+
+Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""What `highest` is."""
 
 _CANDIDATES = 1024
 """How many of the most likely tokens are ranked first; the whole vocabulary only where they do not settle a row."""

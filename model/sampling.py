@@ -7,7 +7,6 @@ and a row that needs little does not pay for one that needs more. Rows that need
 at a time through the arena's scratch of one row, so the sampler allocates nothing but its results.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.device import Fence, Lander
-from octavo.model.draw import RowScratch, draw, draw_truncated, highest, largest, most_likely, not_finite, rank_of
+from octavo.model.draw import Highest, RowScratch, draw, draw_truncated, highest, most_likely, not_finite, rank_of
 from octavo.model.penalties import penalise_occurrence, penalise_repetition
 from octavo.model.philox import uniforms
 from octavo.model.slots import IntArray, Record, Records, SlotTable
@@ -83,12 +82,7 @@ class Sampled:
 class Sampler:
     """Samples the next token of each row, by the parameters of the row's slot."""
 
-    def __init__(
-        self,
-        slots: SlotTable,
-        scratch: RowScratch,
-        highest: Callable[[Tensor], tuple[Tensor, Tensor]] = highest,
-    ) -> None:
+    def __init__(self, slots: SlotTable, scratch: RowScratch, highest: Highest = highest) -> None:
         """`highest` finds what most rows need; see draw.highest."""
         self._slots = slots
         self._scratch = scratch
@@ -111,7 +105,7 @@ class Sampler:
                 torch.log_softmax(one, 0, out=self._scratch.logprobs)
             if edited[row]:
                 self._edit(one, int(slots[row]), int(positions[row]))
-                tokens[row] = token = largest(one[None])[0]
+                tokens[row] = token = self._highest(one[None])[0][0]
                 best[row] = one[token]
             if drawn[row]:
                 tokens[row] = self._draw(one, records[row], float(noise[row]))[0]

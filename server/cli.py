@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from octavo.model.weights.headers import check_headers
@@ -75,52 +75,47 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, **texts: Any) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **texts,
-        )
+    def add(name: str, summary: str, add_options: Callable[[argparse.ArgumentParser], None], **texts: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        add_options(commands.add_parser(name, help=summary, formatter_class=layout, allow_abbrev=False, **texts))
 
-    serve = add(
+    add(
         "serve",
         "load a model and serve it over HTTP",
+        add_arguments,
         description="Load a model and serve it over HTTP, with the API of OpenAI.",
         usage="octavo serve [MODEL] [options]",
         epilog=f"{VARIABLES}\n\n{EXIT_CODES}",
     )
-    add_arguments(serve)
-    check = add(
+    add(
         "check",
         "say whether serve could start with these options, without starting",
+        add_arguments,
         description=checking.HELP,
         usage="octavo check [MODEL] [options of serve]",
         epilog=f"{VARIABLES}\n\n{checking.EXIT_CODES}",
     )
-    add_arguments(check)
-    plan = add(
+    add(
         "plan",
         "say what a model takes in memory, before anything is loaded",
+        answering.add_plan_arguments,
         description=answering.PLAN_HELP,
         epilog=answering.PLAN_EXIT_CODES,
     )
-    answering.add_plan_arguments(plan)
-    describe = add(
+    add(
         "describe",
         "draw a model's block as a table, with its parameters",
+        answering.add_describe_arguments,
         description=answering.DESCRIBE_HELP,
         epilog=answering.DESCRIBE_EXIT_CODES,
     )
-    answering.add_describe_arguments(describe)
-    bench = add(
+    add(
         "bench",
         "send load to a server and report throughput and latencies",
+        measuring.add_arguments,
         description=measuring.HELP,
         epilog=measuring.EXIT_CODES,
     )
-    measuring.add_arguments(bench)
     return parser
 
 
@@ -131,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(parsed)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
+        return 128 + signal.SIGPIPE
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if code is None:
@@ -152,7 +150,7 @@ def _run(parsed: argparse.Namespace) -> int:
     else:
         exit_code, lines = measuring.bench(parsed)
     for line in lines:
-        print(line)
+        print(line, flush=True)
     return exit_code
 
 

@@ -7,9 +7,10 @@ import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.model.config import ModelConfig
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.launch import find_launch
@@ -27,8 +28,9 @@ from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.service import Service
-from octavo.server.settings import Settings, SettingsError
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.settings import ServerSettings, Settings, SettingsError
+from octavo.server.template import ChatTemplate
+from octavo.server.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
@@ -37,6 +39,16 @@ DRAIN_POLL_SECONDS = 0.05
 """How often a server that shuts down looks whether the last request has ended."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What the server itself needs of the model."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    config: ModelConfig
+    options: GenerationOptions
 
 
 class Daemon:
@@ -66,6 +78,7 @@ class Daemon:
         self._entrance = Entrance(self._metrics, rules, server.cors_origin)
         self._main: asyncio.Task[Any] | None = None
         self._serving = False
+        self._reading: asyncio.Future[_Model] | None = None
         self._drain = asyncio.Event()
         """Set by the first signal that comes while serving."""
 
@@ -81,7 +94,7 @@ class Daemon:
                     self._settings.engine,
                     command=self._command,
                     metrics=self._metrics,
-                    hear_loading=self._entrance.hear,
+                    hear_loading=self._hear_loading,
                     policy=self._policy,
                 )
                 try:
@@ -96,6 +109,17 @@ class Daemon:
             if self._tracing is not None:
                 self._tracing.close()
         return 0
+
+    def _hear_loading(self, loading: Loading) -> None:
+        """From the first report on, the model's files are there: what the server needs of them is read meanwhile."""
+        self._entrance.hear(loading)
+        self._read()
+
+    def _read(self) -> asyncio.Future[_Model]:
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().run_in_executor(None, _read_model, self._settings)
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())  # if unheard
+        return self._reading
 
     def _on_signal(self) -> None:
         if self._serving and not self._drain.is_set():
@@ -118,7 +142,7 @@ class Daemon:
     async def _serve(self, client: EngineClient, server: HTTPServer) -> None:
         """Serve requests until all is drained or the engine is gone."""
         self._entrance.hear(Loading(phase="loading the tokenizer", progress=1.0))
-        service = await asyncio.to_thread(_load_service, self._settings, client)
+        service = await asyncio.to_thread(_make_service, self._settings.server, client, await self._read())
         for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
         self._serving = True
@@ -157,21 +181,24 @@ class Daemon:
         await client.close()  # what still runs ends with an error
 
 
-def _load_service(settings: Settings, client: EngineClient) -> Service:
-    """Load what the server itself needs of the model. Raises an exception with an exit code."""
-    path = locate(settings.engine.model)
+def _read_model(settings: Settings) -> _Model:
+    """Raises an exception with an exit code."""
+    path, server = locate(settings.engine.model), settings.server
     tokenizer = load_tokenizer(path)
-    server = settings.server
+    defaults = choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
+    template = load_template(server.chat_template, tokenizer)
+    return _Model(tokenizer, template, read_config(path), GenerationOptions(server.max_tokens_policy, defaults))
+
+
+def _make_service(settings: ServerSettings, client: EngineClient, model: _Model) -> Service:
     return Service(
         client=client,
-        tokenizer=tokenizer,
-        template=load_template(server.chat_template, tokenizer),
-        names=server.served_model_name,
-        config=read_config(path),
-        settings=server,
-        options=GenerationOptions(
-            server.max_tokens_policy, choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
-        ),
+        tokenizer=model.tokenizer,
+        template=model.template,
+        names=settings.served_model_name,
+        config=model.config,
+        settings=settings,
+        options=model.options,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from octavo.model.weights.configuration import read_json
 from octavo.model.weights.gguf_file import GGUFFile
 from octavo.server.tokenizer_gguf import gguf_tokenizer
 from octavo.server.vocabulary import TokenizerError, piece_decoder
@@ -144,7 +145,7 @@ def _decoder_specification(backend: tokenizers.Tokenizer) -> Any:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face directory or a .gguf file.
 
-    Raises TokenizerError, or CheckpointError if the .gguf file is damaged: one line that begins with the path.
+    Raises TokenizerError, or CheckpointError if a file is damaged: one line that begins with the path.
     """
     try:
         if path.suffix.lower() == ".gguf" and not path.is_dir():
@@ -190,15 +191,7 @@ def _parse(path: Path) -> tokenizers.Tokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path.name} must hold a JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_string(value: Any) -> str | None:

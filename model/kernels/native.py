@@ -267,8 +267,7 @@ class NativeKernels:
 
     def highest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the id of each row's largest logit, and which rows are not finite; see draw.highest."""
-        width = logits.shape[-1]
-        rows, stride = _matrix("logits", logits, torch.float32, width)
+        rows, stride = _matrix("logits", logits, torch.float32, width := logits.shape[-1])
         ids, failed = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.bool)
         self._largest(logits.data_ptr(), stride, rows, width, ids.data_ptr(), failed.data_ptr())
         return ids, failed

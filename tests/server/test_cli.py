@@ -1,4 +1,6 @@
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -110,3 +112,12 @@ def test_only_the_access_logs_own_records_are_filtered() -> None:
     assert not is_worth_a_line(record("1.2.3.4:5", "POST", "/v1/completions", "1.1", 429))
     assert is_worth_a_line(record("1.2.3.4:5", "POST", "/v1/completions", "1.1", 503))
     assert is_worth_a_line(record())
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_without_a_word() -> None:
+    end, begin = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "octavo.server.cli", "plan", "llama-3-8b"]
+    with os.fdopen(begin, "wb") as pipe:
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
