@@ -166,7 +166,11 @@ class GuardedProtocol(BoundedProtocol):
         super().resume_writing()
 
     def _cut_off(self) -> None:
-        self.transport.abort()
+        """End the request and then the connection: a stream that is let go first has more computed before it hears."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.loop.call_later(0.1, self.transport.abort)
 
     def _give_up(self) -> None:
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:

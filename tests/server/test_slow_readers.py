@@ -16,6 +16,7 @@ from support.raw import post
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server import listening
+from octavo.server.generation import MOST_UNREAD
 from octavo.server.health import READY
 
 TOKENS = 1_500
@@ -135,7 +136,9 @@ def test_f7_a_reader_that_never_reads_is_aborted_and_what_it_does_not_read_is_no
         assert found["kv_blocks{state=used}"] > 0
         eventually(lambda: live.metric(ABORTED) == 2)
         after = scrape(live.url)
-        assert after["generation_tokens_total"] == found["generation_tokens_total"] < 2 * TOKENS
+        # The engine hears of a pause a few steps late.
+        late = after["generation_tokens_total"] - found["generation_tokens_total"]
+        assert 0 <= late <= 2 * MOST_UNREAD < TOKENS
         assert after["kv_blocks{state=used}"] == after["requests_paused"] == live.service.client.live == 0
         answer = read_to_the_end(connection)
         assert b"[DONE]" not in answer
