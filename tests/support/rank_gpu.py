@@ -8,7 +8,6 @@ allocated, in bytes by bucket, to memory-RANK.json.
 """
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -20,11 +19,12 @@ import numpy as np
 import torch
 from support.flashinfer_emulation import Emulation
 from support.gpu_runners import FP8_CACHE, LIMITS, FakeCapture, Served, build_on_gpu, emulated_gpu, scenario, serve
+from support.rank_logits import fork_ranks
 from support.runners import logits_of
 from torch import Tensor, distributed
 
 from octavo.kvcache.ledger import BUCKETS
-from octavo.model.parallel import Ranks, leave
+from octavo.model.parallel import Ranks
 from octavo.model.step import Runner
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.workspaces import Workspaces
@@ -150,18 +150,13 @@ def main(model: str, directory: str, size: int) -> None:
         emulated_gpu(lambda _: run_again) as emulation,
         mock.patch.object(distributed, "all_reduce", noting_addresses(emulation)),
     ):
-        children = {}
-        for rank in range(size):  # torch is imported, and has not computed: now a process can be forked
-            if (child := os.fork()) == 0:
-                ranks = RanksOfGpus(f"{directory}/meet", rank, size)
-                ends = [line[0] for line in lines] if rank == 0 else [lines[rank - 1][1]]
-                Rank(open_checkpoint(Path(model)), Path(directory), ranks, ends).compute(emulation)
-                leave(0)
-            children[child] = rank
-    for _ in range(size):
-        child, status = os.wait()
-        if status:
-            sys.exit(f"rank {children[child]} of {size} failed")
+
+        def compute(rank: int) -> None:
+            ranks = RanksOfGpus(f"{directory}/meet", rank, size)
+            ends = [line[0] for line in lines] if rank == 0 else [lines[rank - 1][1]]
+            Rank(open_checkpoint(Path(model)), Path(directory), ranks, ends).compute(emulation)
+
+        fork_ranks(size, compute)
 
 
 if __name__ == "__main__":

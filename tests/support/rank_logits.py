@@ -6,6 +6,7 @@ vocabulary], to 2-2.npy, after it has checked that memory was allocated as `octa
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,19 +45,24 @@ def compute(model: str, directory: Path, run: int, size: int, rank: int) -> None
     np.save(directory / f"{run}-{rank}.npy", together)
 
 
+def fork_ranks(size: int, compute: Callable[[int], None]) -> None:
+    """Compute each rank in a process of its own, and end where one fails."""
+    children = {}
+    for rank in range(size):  # torch is imported, and has not computed: now a process can be forked
+        if (child := os.fork()) == 0:
+            compute(rank)
+            leave(0)
+        children[child] = rank
+    for _ in range(size):
+        child, status = os.wait()
+        if status:
+            sys.exit(f"rank {children[child]} of {size} failed")
+
+
 def main() -> None:
     model, directory, *sizes = sys.argv[1:]
     for run, size in enumerate(map(int, sizes)):
-        children = {}
-        for rank in range(size):  # torch is imported, and has not computed: now a process can be forked
-            if (child := os.fork()) == 0:
-                compute(model, Path(directory), run, size, rank)
-                leave(0)
-            children[child] = rank
-        for _ in range(size):
-            child, status = os.wait()
-            if status:
-                sys.exit(f"rank {children[child]} of {size} failed")
+        fork_ranks(size, lambda rank, run=run, size=size: compute(model, Path(directory), run, size, rank))
 
 
 if __name__ == "__main__":
