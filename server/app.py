@@ -40,7 +40,6 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     _add_model_routes(app, service)
     add_health_routes(app, service.condition, lambda: None)
     add_metrics_route(app, service.client.metrics)
-    _add_operation_routes(app)
     add_inspection_routes(app, service)
     add_responses_route(app, service)
     add_messages_routes(app, service)
@@ -109,12 +108,6 @@ def _add_queue_check(app: FastAPI, service: Service) -> None:
             service.admit(1)
 
     app.user_middleware.append(Middleware(Gate, judge=check))  # within those that ask who it is
-
-
-def _add_operation_routes(app: FastAPI) -> None:
-    @app.get("/version", tags=["operate"], summary="The version of this server")
-    async def version() -> JSONResponse:
-        return JSONResponse({"version": __version__})
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

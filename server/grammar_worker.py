@@ -71,7 +71,7 @@ def judge(trial: Trial, tokenizer: llguidance.LLTokenizer) -> Verdict:
         for preferred in ((1 << tokenizer.vocab_size) - 1, _single_bytes(tokenizer)):
             _walk(matcher.deep_copy(), tokenizer, preferred)
     except GrammarError as error:
-        return Verdict(error=_one_line(str(error)))
+        return Verdict(error=" ".join(str(error).split())[:300])
     return Verdict(grammar=grammar)
 
 
@@ -107,10 +107,6 @@ def _next(tokens: int, start: int) -> int:
     """The first of some tokens from `start` on; the first of all if none follows. tokens: a bit for each."""
     following = tokens >> start << start or tokens
     return (following & -following).bit_length() - 1
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
 
 
 def main() -> None:

@@ -14,13 +14,11 @@ from octavo.server import __version__, protocol
 from octavo.server.body import JSONBody
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
-from octavo.server.prepare import Prepared
 from octavo.server.prompts import check_ids, render
 from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    SamplingFields,
     TokenizeChat,
     TokenizeText,
     decode,
@@ -32,13 +30,17 @@ from octavo.server.tokenizer import Tokenizer
 
 
 def add_inspection_routes(app: FastAPI, service: Service) -> None:
-    """Add /tokenize, /detokenize, /tokenizer_info, the two render routes and /info."""
+    """Add /tokenize, /detokenize, /tokenizer_info, the two render routes, /info and /version."""
     _add_token_routes(app, service)
     _add_render_routes(app, service)
 
     @app.get("/info", tags=["operate"], summary="The model, its limits and its memory")
     async def info() -> JSONBody:
         return JSONBody(_info(service))
+
+    @app.get("/version", tags=["operate"], summary="The version of this server")
+    async def version() -> JSONBody:
+        return JSONBody({"version": __version__})
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
@@ -97,21 +99,21 @@ def _add_render_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
     async def render_completion(request: Request) -> JSONBody:
-        body = await service.read(request, partial(parse, CompletionRequest))
-        service.check_model(body.model)
-        prepared = await service.prepare(body)
-        return JSONBody(_rendered(body, prepared, "cmpl"))
+        return JSONBody(await _rendered(service, request, CompletionRequest, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
-        body = await service.read(request, partial(parse, ChatRequest))
-        service.check_model(body.model)
-        prepared = await service.prepare(body)
-        return JSONBody(_rendered(body, prepared, "chatcmpl")[0])
+        [prompt] = await _rendered(service, request, ChatRequest, "chatcmpl")
+        return JSONBody(prompt)
 
 
-def _rendered(body: SamplingFields, prepared: Prepared, prefix: str) -> list[dict[str, Any]]:
+async def _rendered(
+    service: Service, request: Request, model: type[CompletionRequest | ChatRequest], prefix: str
+) -> list[dict[str, Any]]:
     """Each prompt as the engine would get it, in the shape of vLLM's render routes."""
+    body = await service.read(request, partial(parse, model))
+    service.check_model(body.model)
+    prepared = await service.prepare(body)
     name = f"{prefix}-{uuid.uuid4().hex}"
     sampling = asdict(prepared.params[0]) | {"n": prepared.choices, "stop": body.stop, "seed": body.seed}
     del sampling["allowed"]  # a mask; the client's own list says the same

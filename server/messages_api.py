@@ -15,7 +15,7 @@ from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
 from octavo.server.generate import respond
 from octavo.server.prepare import Prepared
-from octavo.server.prompts import encode_prompt, render
+from octavo.server.prompts import render
 from octavo.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -109,22 +109,12 @@ def add_messages_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages/count_tokens", tags=["tokens"], summary="The tokens of a conversation's prompt")
     async def count_tokens(request: Request) -> Response:
-        return await _count(service, request)
-
-
-async def _count(service: Service, request: Request) -> Response:
-    body = await service.read(request, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
-    chat = body.chat()
-    service.check_model(chat.model)
-    ids = await encode_prompt(
-        await render(chat, service.renderer),
-        service.tokenizer,
-        service.client.ready.max_model_len,
-        "messages",
-        add_special_tokens=False,
-        bounded=False,
-    )
-    return JSONResponse({"input_tokens": len(ids)})
+        body = await service.read(request, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
+        service.check_model(body.model)
+        ids = await service.tokenizer.encode_aside(
+            await render(body.chat(), service.renderer), add_special_tokens=False
+        )
+        return JSONResponse({"input_tokens": len(ids)})
 
 
 class MessageTeller:

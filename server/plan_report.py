@@ -27,19 +27,13 @@ def facts(answer: Forecast) -> Facts:
         "weights_in": question.weights,
         "kv_cache_dtype": question.kv_dtype,
         "predicted": question.device is not None,
-        "not_served": list(question.not_served),
-        "budget": memory.budget,
-        "weights": memory.weights,
+        **_sizes(answer),
         "cache": memory.cache,
-        "activations": memory.activations,
         "activation_parts": dict(answer.activations),
         "runtime": question.runtime,
         "host": HOST,
-        "total": memory.total,
         "block_bytes": memory.block_bytes,
         "kv_bytes_per_token": memory.block_bytes // limits.block_size,
-        "blocks": memory.blocks,
-        "tokens": memory.blocks * limits.block_size,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_rows,
         "max_num_batched_tokens": limits.max_tokens,
@@ -51,13 +45,22 @@ def facts(answer: Forecast) -> Facts:
         needed = devices_needed(question)
         found["devices_needed"] = needed and {"total": needed[0] * needed[1], "replicas": needed[0], "each": needed[1]}
     if not answer.fits:
-        found["changes"] = [
-            {"change": text, "weights": new.memory.weights, "activations": new.memory.activations,
-             "blocks": new.memory.blocks, "tokens": new.memory.blocks * new.limits.block_size,
-             "total": new.memory.total, "budget": new.memory.budget, "not_served": list(new.question.not_served)}
-            for text, new in changes(question)
-        ]  # fmt: skip
+        found["changes"] = [{"change": text, **_sizes(new)} for text, new in changes(question)]
     return found
+
+
+def _sizes(answer: Forecast) -> Facts:
+    """What is said of the plan, and of each change that makes it fit."""
+    memory = answer.memory
+    return {
+        "not_served": list(answer.question.not_served),
+        "budget": memory.budget,
+        "weights": memory.weights,
+        "activations": memory.activations,
+        "total": memory.total,
+        "blocks": memory.blocks,
+        "tokens": memory.blocks * answer.limits.block_size,
+    }
 
 
 def text(answer: Forecast) -> Iterator[str]:

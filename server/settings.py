@@ -282,7 +282,6 @@ class ServerSettings:
     log_level: str
     log_format: str
     otlp_traces_endpoint: str | None
-    enable_faults: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ def arguments_for(name: str, text: str) -> list[str]:
 
 def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     names = {setting.name for setting in SETTINGS}
-    assert names == {field.name for field in fields(ServerSettings)} | set(EngineConfig.__struct_fields__)
+    filled = {field.name for field in fields(ServerSettings)} | set(EngineConfig.__struct_fields__)
+    assert names == filled | {"enable_faults"}  # which only allows another
     assert len(names) == len(SETTINGS) <= 60
     assert names == set(GIVEN) | {
         "chat_template",
@@ -117,7 +118,6 @@ def test_defaults_agree_with_the_engines_own() -> None:
         log_level="info",
         log_format="text",
         otlp_traces_endpoint=None,
-        enable_faults=False,
     )
     assert not settings([]).changed
 
@@ -201,8 +201,8 @@ def test_faults_are_refused_unless_they_are_enabled() -> None:
         with pytest.raises(SettingsError, match="--enable-faults"):
             settings([], given)
     faults = ("step-raises:token=7", "engine-killed:step=3:life=0")
-    resolved = settings(["--enable-faults"], {"OCTAVO_FAULT": ",".join(faults)})
-    assert (resolved.engine.fault, resolved.server.enable_faults) == (faults, True)
+    for arguments, variables in ((["--enable-faults"], {}), ([], {"OCTAVO_ENABLE_FAULTS": "1"})):
+        assert settings(arguments, variables | {"OCTAVO_FAULT": ",".join(faults)}).engine.fault == faults
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
