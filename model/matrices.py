@@ -1,6 +1,6 @@
 """Which matrices of a checkpoint are computed as one, and in which form each is kept. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -56,6 +56,12 @@ class BlockMatrices:
     def all(self) -> tuple[FusedMatrix, ...]:
         """All four."""
         return self.qkv, self.output, self.gate_up, self.down
+
+
+def block_matrices(config: ModelConfig) -> Iterator[FusedMatrix]:
+    """Those of all blocks."""
+    for layer in range(config.layers):
+        yield from BlockMatrices.of(config, layer).all()
 
 
 def vocabulary_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:

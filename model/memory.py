@@ -11,7 +11,7 @@ from octavo.kvcache.ledger import MemoryPlan
 from octavo.model.arena_layout import StepShape, arena_layout, padded
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.packing import expanded_bytes, packed_elements, quantised_bytes
-from octavo.model.matrices import BlockMatrices, FusedMatrix, kept_quantised, vocabulary_matrices
+from octavo.model.matrices import FusedMatrix, block_matrices, kept_quantised, vocabulary_matrices
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.workspaces import Workspaces
 
@@ -159,11 +159,7 @@ def weights_bytes(config: ModelConfig, formats: Formats) -> int:
     rank = rank_shape(config, formats.ranks)
     quantised = kept_quantised(rank, panels=formats.panels)
     tables = sum(_matrix_bytes(table, formats, quantised, formats.activations) for table in vocabulary_matrices(rank))
-    blocks = sum(
-        _matrix_bytes(matrix, formats, quantised, formats.matrices)
-        for layer in range(rank.layers)
-        for matrix in BlockMatrices.of(rank, layer).all()
-    )
+    blocks = sum(_matrix_bytes(matrix, formats, quantised, formats.matrices) for matrix in block_matrices(rank))
     norms = rank.layers * block_norms(config) + config.width
     return tables + blocks + norms * formats.activations
 
@@ -178,8 +174,7 @@ def _quantised_widths(config: ModelConfig, formats: Formats) -> Iterator[int]:
     quantised = kept_quantised(config, panels=formats.panels)
     if not quantised:
         return
-    blocks = (matrix for layer in range(config.layers) for matrix in BlockMatrices.of(config, layer).all())
-    for matrix in (*vocabulary_matrices(config), *blocks):
+    for matrix in (*vocabulary_matrices(config), *block_matrices(config)):
         if any(kind for kind, _ in matrix.runs(quantised)):
             yield matrix.in_features
 

@@ -1,7 +1,6 @@
 """Answers of the two OpenAI endpoints, whole or as a stream of chunks, from the same deltas."""
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -24,13 +23,8 @@ class Head:
 
     model: str
     fingerprint: str
-    prefix: str
-    id: str = field(init=False)
-    created: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.prefix}-{uuid.uuid4().hex}")
-        object.__setattr__(self, "created", int(time.time()))
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A response or chunk around its choices."""

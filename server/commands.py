@@ -20,7 +20,7 @@ from octavo.server.flags import add_arguments, resolve
 from octavo.server.plan_report import facts, text
 from octavo.server.planning import DTYPE_BYTES, FP8_CACHE, MAX_DEVICES, Question, forecast
 from octavo.server.settings import SettingsError
-from octavo.server.values import count, size
+from octavo.server.values import count, option, size
 
 PLANNED_SETTINGS = frozenset(
     {
@@ -69,16 +69,22 @@ exit codes:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `octavo plan`; those of the server have the server's names, meanings and variables."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    devices, users, context = (option(count(1, most)) for most in (MAX_DEVICES, 4096, 1 << 27))
+    known = f"{', '.join(DEVICES)}, or bytes such as 24GiB"
     parser.add_argument(
-        "--device", metavar="DEVICE", help=f"{', '.join(DEVICES)}, or bytes such as 24GiB. Default: this machine's CPU."
+        "--device", metavar="DEVICE", type=option(_device), help=f"{known}. Default: this machine's CPU."
     )
     parser.add_argument(
-        "--devices", metavar="N", default="1", help="Ranks that share the model by tensor parallelism. Default: 1."
+        "--devices", metavar="N", type=devices, default=1, help="Ranks that divide the model. Default: 1."
     )
     numbers = ("auto", "bfloat16", "float32", "float16")
     parser.add_argument("--dtype", choices=numbers, help="Type of weights and activations. Default: as served.")
-    parser.add_argument("--users", metavar="N", help="Requests that have to fit at one time, each of --context tokens.")
-    parser.add_argument("--context", metavar="TOKENS", help="Length of each of them. Default: --max-model-len.")
+    parser.add_argument(
+        "--users", metavar="N", type=users, help="Requests that have to fit at one time, each of --context tokens."
+    )
+    parser.add_argument(
+        "--context", metavar="TOKENS", type=context, help="Length of each of them. Default: --max-model-len."
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
     add_arguments(parser, PLANNED_SETTINGS)
 
@@ -128,46 +134,33 @@ def _trace(parsed: argparse.Namespace) -> Iterator[str]:
 
 
 def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
-    """Read the options, which are text so far. Raises SettingsError."""
+    """What the options ask. Raises SettingsError."""
     given = {name: getattr(parsed, name) for name in PLANNED_SETTINGS}
     engine = resolve(given, os.environ).engine
     dtype = parsed.dtype or engine.dtype
-    devices = _number("--devices", parsed.devices, MAX_DEVICES) or 1
-    if dtype != "auto" or devices > 1:  # quantised blocks are not divided
+    if dtype != "auto" or parsed.devices > 1:  # quantised blocks are not divided
         model = model.widened()
     if dtype == "auto":
         dtype = "bfloat16"
-    device = _device(parsed.device)
     return Question(
         model=model,
         engine=engine,
         machine=Machine(memory_capacity(), available_cores()),
-        device=device,
-        devices=devices,
+        device=parsed.device,
+        devices=parsed.devices,
         dtype=dtype,
-        fp8=engine.quantization == FP8_KIND or (model.stored_fp8 and device is not None),
+        fp8=engine.quantization == FP8_KIND or (model.stored_fp8 and parsed.device is not None),
         workspaces=Workspaces(fp8_cache=engine.kv_cache_dtype == FP8_CACHE),
-        panels=device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
-        users=_number("--users", parsed.users, 4096),
-        context=_number("--context", parsed.context, 1 << 27),
+        panels=parsed.device is None and os.environ.get("OCTAVO_KERNELS") != "torch" and can_build_library(),
+        users=parsed.users,
+        context=parsed.context,
     )
 
 
-def _device(given: str | None) -> Device | None:
-    if given is None or given in DEVICES:
-        return None if given is None else DEVICES[given]
+def _device(given: str) -> Device:
+    if given in DEVICES:
+        return DEVICES[given]
     try:
         return Device(given, size(given))
     except ValueError:
-        raise SettingsError(
-            f"--device: {given[:40]!r}: give one of {', '.join(DEVICES)}, or bytes such as 24GiB"
-        ) from None
-
-
-def _number(flag: str, given: str | None, most: int) -> int | None:
-    if given is None:
-        return None
-    try:
-        return count(1, most)(given)
-    except ValueError as error:
-        raise SettingsError(f"{flag}: {given[:40]!r}: {error}") from None
+        raise ValueError(f"give one of {', '.join(DEVICES)}, or bytes such as 24GiB") from None

@@ -1,5 +1,6 @@
 """The routes that generate, and the way of every request from its body to its answer, whatever the shape of both."""
 
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await service.read(request, partial(parse, CompletionRequest))
 
         def writer(prepared: Prepared) -> Teller:
-            head = Head(body.model, service.fingerprint, "cmpl")
+            head = Head(body.model, service.fingerprint, f"cmpl-{uuid.uuid4().hex}")
             shown = Shown.of(body, service.tokenizer, body.logprobs)
             return CompletionWriter(head, prepared, shown, body.prompt if body.echo else ())
 
@@ -51,7 +52,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await service.read(request, partial(parse, ChatRequest))
 
         def writer(prepared: Prepared) -> Teller:
-            head = Head(body.model, service.fingerprint, "chatcmpl")
+            head = Head(body.model, service.fingerprint, f"chatcmpl-{uuid.uuid4().hex}")
             shown = Shown.of(body, service.tokenizer, (body.top_logprobs or 0) if body.logprobs else None)
             if usable_tools(body.tools, body.tool_choice):
                 return ToolWriter(head, prepared, shown, service.tool_format)

@@ -47,8 +47,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="The token ids of a text or a conversation")
     async def tokenize(request: Request) -> JSONBody:
         body = await service.read(request, _tokenize_request)
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model)
         if isinstance(body, TokenizeChat):
             text, special = await render(body, service.renderer), body.add_special_tokens is True
         else:
@@ -60,8 +59,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids")
     async def detokenize(request: Request) -> JSONBody:
         body = await service.read(request, partial(parse, DetokenizeRequest))
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model)
         context = service.client.ready.max_model_len
         if len(body.tokens) > context:
             raise invalid("tokens", f"'tokens' holds {len(body.tokens)} ids; at most {context} make a text here.")

@@ -1,22 +1,12 @@
 """How a model's makers would sample it: the numbers in generation_config.json, used only where the operator asks."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
+from octavo.model.fields import Fields
 from octavo.model.weights.configuration import read_json
-from octavo.model.weights.errors import CheckpointError
-
-RANGES = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-3, 1e3),
-}
-"""As for requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +41,11 @@ def choose_sampling_defaults(path: Path, *, wanted: bool) -> SamplingDefaults:
 def model_sampling_defaults(path: Path) -> SamplingDefaults:
     """Read them from the directory of a model; a .gguf file has none. Raises CheckpointError."""
     file = path / "generation_config.json"
-    values = read_json(file) if path.is_dir() and file.is_file() else {}
-    return SamplingDefaults(**{name: _number(values, name, file) for name in RANGES if values.get(name) is not None})
-
-
-def _number(values: Mapping[str, object], name: str, file: Path) -> Any:
-    value, (least, most) = values[name], RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise CheckpointError(f"{file}: {name} must be a number from {least:g} to {most:g}, not {value!r:.40}")
-    return int(value) if name == "top_k" else value
+    given = Fields(read_json(file) if path.is_dir() and file.is_file() else {}, str(file))
+    return SamplingDefaults(  # within the ranges of requests
+        temperature=given.number("temperature", 0, 2, 1.0),
+        top_p=given.number("top_p", 0, 1, 1.0),
+        top_k=int(given.number("top_k", 0, 2**31 - 1, 0)),
+        min_p=given.number("min_p", 0, 1, 0.0),
+        repetition_penalty=given.number("repetition_penalty", 1e-3, 1e3, 1.0),
+    )

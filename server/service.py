@@ -81,9 +81,9 @@ class Service:
             return "engine restarting"
         return "stalled" if self.client.metrics.heartbeat_age > self.stall_seconds else READY
 
-    def check_model(self, name: str) -> None:
-        """Raise the 404 for a model that is not served."""
-        if name not in self.names:
+    def check_model(self, name: str | None) -> None:
+        """Raise the 404 for a model that is not served; None means whichever is."""
+        if name is not None and name not in self.names:
             raise APIError(
                 404,
                 "The requested model is not served here; ask for the list of models.",

@@ -1,8 +1,10 @@
 """Parsers of single values on the command line and in the environment. Each raises ValueError with a hint."""
 
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from octavo.scheduler.faults import parse_fault
 
@@ -22,6 +24,18 @@ def count(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def option(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser for argparse, which shows the text of no other exception than its own."""
+
+    def read(given: str) -> Any:
+        try:
+            return parse(given)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{given[:40]!r}: {error}") from None
+
+    return read
 
 
 def size(text: str) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from octavo.kvcache.layout import SCALES
 from octavo.model.config import ModelConfig
-from octavo.model.matrices import BlockMatrices, FusedMatrix, vocabulary_matrices
-from octavo.model.weights.configuration import gguf_config, read_config
+from octavo.model.matrices import BlockMatrices, FusedMatrix, block_matrices, vocabulary_matrices
+from octavo.model.weights.configuration import read_config
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
 from octavo.model.weights.gguf_names import hugging_face_name
@@ -39,9 +39,7 @@ def check_headers(path: Path, load_format: str) -> None:
     if path.is_dir():
         shapes, files = directory_headers(path, config)
     else:
-        file = GGUFFile(path)
-        config = gguf_config(file)
-        shapes = {hugging_face_name(name): tensor.shape for name, tensor in file.tensors.items()}
+        shapes = {hugging_face_name(name): tensor.shape for name, tensor in GGUFFile(path).tensors.items()}
     check_shapes(path, files, shapes, stored_shapes(config), tied=config.tied_embeddings)
 
 
@@ -62,11 +60,11 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def scale_shapes(config: ModelConfig) -> dict[str, tuple[int]]:
     """The scales of 8-bit floats beside a checkpoint's tensors: a number for each row of a matrix, for K and for V."""
-    layers = range(config.layers if config.stored_fp8 else 0)
-    matrices = (matrix for layer in layers for matrix in BlockMatrices.of(config, layer).all())
-    cache = [f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in SCALES if config.cache_scales]
-    rows_of = {f"{name}.weight_scale": (rows,) for matrix in matrices for name, rows in matrix.parts}
-    return rows_of | dict.fromkeys(cache, (1,))
+    if not config.stored_fp8:
+        return {}
+    rows_of = {f"{name}.weight_scale": (rows,) for matrix in block_matrices(config) for name, rows in matrix.parts}
+    layers = range(config.layers if config.cache_scales else 0)
+    return rows_of | {f"model.layers.{layer}.self_attn.{name}": (1,) for layer in layers for name in SCALES}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ import argparse
 import http.client
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from octavo.server.bench.load import Load, Outcome
 from octavo.server.bench.plot import check_can_plot, draw
 from octavo.server.bench.report import headline, markdown, text
 from octavo.server.bench.workload import Call, Shape, Span, WorkloadError, read_trace
-from octavo.server.values import count, seconds
+from octavo.server.values import count, option, seconds
 
 HELP = """\
 Send load to any server that speaks OpenAI's API and report throughput and latencies, as a client sees them.
@@ -66,36 +66,32 @@ class OutputError(OSError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `octavo bench`."""
-    whole, duration = _parsed(count(1)), _parsed(seconds)
+    whole, duration = option(count(1)), option(seconds)
     parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="Default: %(default)s.")
     parser.add_argument("--model", metavar="NAME", help="Default: the first of the server's /v1/models.")
     parser.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY.")
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions in place of /v1/completions.")
-    parser.add_argument("--extra-body", metavar="JSON", type=_parsed(_object), default={}, help="More fields to send.")
+    parser.add_argument("--extra-body", metavar="JSON", type=option(_object), default={}, help="More fields to send.")
     load = parser.add_argument_group("Load")
     load.add_argument("--concurrency", metavar="N", type=whole, help="Closed loop: requests at a time. Default: 1.")
-    load.add_argument("--rate", metavar="N", type=_parsed(_positive), help="Open loop: requests a second, on average.")
+    load.add_argument("--rate", metavar="N", type=option(_positive), help="Open loop: requests a second, on average.")
     load.add_argument("--trace", metavar="FILE", type=Path, help=TRACE_HELP)
     load.add_argument("--requests", metavar="N", type=whole, default=64, help="How many in all. Default: 64.")
     load.add_argument("--duration", metavar="SECONDS", type=duration, help="Send nothing after so long.")
-    load.add_argument("--warm-up", metavar="N", type=_parsed(count(0)), default=0, help="Unmeasured requests first.")
+    load.add_argument("--warm-up", metavar="N", type=option(count(0)), default=0, help="Unmeasured requests first.")
     load.add_argument("--timeout", metavar="SECONDS", type=duration, default=600.0, help="Of a request. Default: 600.")
-    load.add_argument(
-        "--seed", metavar="N", type=_parsed(count(0)), default=0, help="Of all that is drawn. Default: 0."
-    )
+    load.add_argument("--seed", metavar="N", type=option(count(0)), default=0, help="Of all that is drawn. Default: 0.")
     shape = parser.add_argument_group("Prompts and outputs")
-    span, default = _parsed(Span.parse), Span(128, 128)
+    span, default = option(Span.parse), Span(128, 128)
     shape.add_argument("--prompt-tokens", metavar="N|N-N", type=span, default=default, help="Words. Default: 128.")
     shape.add_argument("--output-tokens", metavar="N|N-N", type=span, default=default, help="Default: 128.")
-    shape.add_argument("--shared-prefix", metavar="N", type=_parsed(count(0)), default=0, help="Common to all prompts.")
+    shape.add_argument("--shared-prefix", metavar="N", type=option(count(0)), default=0, help="Common to all prompts.")
     shape.add_argument("--token-ids", metavar="N-N", type=span, help="Send ids from this range in place of words.")
     shape.add_argument("--allow-eos", action="store_true", help="Do not send ignore_eos, which OpenAI does not know.")
     goal = parser.add_argument_group("Goodput: requests within these limits, in milliseconds")
-    goal.add_argument("--slo-ttft", metavar="MS", type=_parsed(_positive), help="Of the first token.")
-    goal.add_argument(
-        "--slo-itl", metavar="MS", type=_parsed(_positive), help="Of a request's mean gap between tokens."
-    )
-    goal.add_argument("--slo-e2e", metavar="MS", type=_parsed(_positive), help="Of the whole request.")
+    goal.add_argument("--slo-ttft", metavar="MS", type=option(_positive), help="Of the first token.")
+    goal.add_argument("--slo-itl", metavar="MS", type=option(_positive), help="Of a request's mean gap between tokens.")
+    goal.add_argument("--slo-e2e", metavar="MS", type=option(_positive), help="Of the whole request.")
     output = parser.add_argument_group("Output")
     for name, what in (("json", "the figures"), ("markdown", "the report"), ("plot", "a PNG of the distributions")):
         output.add_argument(f"--{name}", metavar="FILE", type=Path, help=f"Write {what} to a file.")
@@ -225,18 +221,6 @@ def _served_model(address: Address, key: str | None) -> str:
     finally:
         connection.close()
     raise UnreachableError(f"{problem}: give --model, and a key with --api-key or OPENAI_API_KEY if one is needed")
-
-
-def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser for argparse, which shows the text of no other exception."""
-
-    def read(given: str) -> Any:
-        try:
-            return parse(given)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{given[:40]!r}: {error}") from None
-
-    return read
 
 
 def _object(given: str) -> dict[str, Any]:
