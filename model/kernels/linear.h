@@ -112,7 +112,9 @@ static void for_each_part(const LinearCall<T>& call, bool few, const Body& body)
         const int64_t pieces = (rows + piece_rows - 1) / piece_rows;
         const int64_t parts = few ? parts_of(pieces, panels) : pieces;
         const int64_t part_rows = (pieces + parts - 1) / parts * piece_rows;
-        const int64_t grain = 1 + panels * parts / 128;
+        // Panels that follow each other go to one thread, as far as the work still divides evenly: what it fetches ahead
+        // of one is part of the next.
+        const int64_t grain = 1 + panels * parts / (8 * octavo_threads());
         parallel_for(panels * parts, grain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++) {
                 const int64_t top = i % parts * part_rows;

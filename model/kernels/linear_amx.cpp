@@ -4,6 +4,8 @@
 // variants: amx_bf16
 #include <immintrin.h>
 
+#include <atomic>
+
 #include "linear.h"
 
 namespace {
@@ -19,16 +21,24 @@ struct alignas(64) TileConfiguration {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // Sums are tiles 0-3. Up to 16 rows: x is tile 4, w is 5-7. Up to 32 rows: x is 4 and 5, w is 6 and 7.
-    explicit TileConfiguration(int64_t x_rows) {
+    // Sums are tiles 0-3. Up to 16 rows: x is tile 4, w is 5-7. Up to 32 rows: x is 4 and 5, w is 6 and 7; the sums of
+    // the lower rows of x are 2 and 3, or 1 and 3 where x is on the right and its rows are columns.
+    explicit TileConfiguration(int64_t x_rows, bool x_right = false) {
         for (int tile = 0; tile < 8; tile++) {
             row_bytes[tile] = tile_bytes;
             rows[tile] = tile_rows;
         }
+        const auto narrow = [&](auto... tiles) {
+            const int64_t left = x_rows <= tile_rows ? x_rows : x_rows - tile_rows;
+            if (x_right)
+                ((row_bytes[tiles] = static_cast<uint16_t>(left * 4)), ...);
+            else
+                ((rows[tiles] = static_cast<uint8_t>(left)), ...);
+        };
         if (x_rows <= tile_rows)
-            rows[0] = rows[1] = rows[2] = rows[3] = rows[4] = static_cast<uint8_t>(x_rows);
+            narrow(0, 1, 2, 3, 4);
         else
-            rows[2] = rows[3] = rows[5] = static_cast<uint8_t>(x_rows - tile_rows);
+            narrow(x_right ? 1 : 2, 3, 5);
         _tile_loadconfig(this);
     }
     ~TileConfiguration() { _tile_release(); }  // an idle CPU sleeps deeper, and switches tasks faster, without tiles
@@ -70,25 +80,40 @@ struct Numbers {
     }
 };
 
-// Quantised weights, expanded just before they are needed, `columns` at a time, to two places in turn: they never leave
-// the L1 cache, and one is read while the next is written.
-template <int columns>
-struct Expanding {
-    Kind kind;
-    const char* panel;
-    bf16* blocks;
-    static constexpr int64_t stride = panel_row_bytes, half = panel_row_bytes / 2;
+// Few rows of x as columns of tiles, for products with W on the left: for each 32 k one tile of up to 16 rows or two,
+// [k / 2][16][2]. A single row has this order by itself. Every thread makes its own copy, once for the call of this number:
+// what another core has just written is slow to read, and x is smaller than its tiles.
+struct Columns {
+    const bf16* pairs;
+    int64_t tiles = 1, stride = 4;  // stride: bytes from a pair of k to the next
 
-    const char* at(int64_t index, int64_t column) const {
-        bf16* block = blocks + index % 2 * tile_depth * panel_width;
-        expand_block(kind, panel, index, block, column, column + columns);
-        return reinterpret_cast<const char*>(block) + column * 4;
+    Columns(const LinearCall<bf16>& call, int64_t number) : pairs(call.x) {
+        if (call.rows == 1) return;
+        bf16* next = call.expanded();
+        pairs = next;
+        tiles = (call.rows + tile_rows - 1) / tile_rows;
+        stride = tile_bytes;
+        static thread_local int64_t copied = 0;
+        if (copied == number) return;
+        copied = number;
+        for (int64_t k = 0; k < call.linear.in_features; k += tile_depth) {
+            for (int64_t top = 0; top < call.rows; top += tile_rows, next += tile_rows * tile_depth) {
+                __m512i rows[tile_rows] = {};
+                for (int64_t r = 0; r < tile_rows && top + r < call.rows; r++)
+                    rows[r] = _mm512_loadu_si512(call.row(top + r) + k);
+                transpose(rows);
+                for (int64_t r = 0; r < tile_rows; r++) _mm512_storeu_si512(next + r * tile_depth, rows[r]);
+            }
+        }
+    }
+
+    const bf16* at(int64_t index, int64_t tile) const {
+        return pairs + index * tiles * tile_rows * stride / 2 + tile * tile_rows * tile_depth;
     }
 };
 
 // sums [rows][64] for up to 16 rows: one tile of rows by four tiles of columns.
-template <class Weights>
-void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
+void sum_low(const TiledRows& rows, const Numbers& weights, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -116,8 +141,8 @@ void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
 // sums [rows][sums_width] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns.
 // There are enough products here to fetch the same place of the next panel from memory meanwhile. With `stream`, x should
 // not drive the weights from the L1 cache.
-template <bool fetch, bool stream, class Weights>
-void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums, int64_t sums_width) {
+template <bool fetch, bool stream>
+void sum_high(const TiledRows& rows, const Numbers& weights, int64_t column, float* sums, int64_t sums_width) {
     const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
     _tile_zero(0);
     _tile_zero(1);
@@ -159,29 +184,81 @@ void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, flo
 }
 
 // sums [rows][64] for up to 32 rows.
-template <bool fetch, class Low, class High>
-void sum_rows(const TiledRows& tiled, int64_t rows, const Low& low, const High& high, float* sums) {
-    if (rows <= tile_rows) return sum_low(tiled, low, sums);
-    sum_high<fetch, false>(tiled, high, 0, sums, panel_width);
-    sum_high<fetch, false>(tiled, high, half_width, sums + half_width, panel_width);
+template <bool fetch>
+void sum_rows(const TiledRows& tiled, int64_t rows, const Numbers& numbers, float* sums) {
+    if (rows <= tile_rows) return sum_low(tiled, numbers, sums);
+    sum_high<fetch, false>(tiled, numbers, 0, sums, panel_width);
+    sum_high<fetch, false>(tiled, numbers, half_width, sums + half_width, panel_width);
 }
 
-// One panel of the result for up to 32 rows. Quantised weights never leave the L1 cache.
+// sums [rows][64] for up to 32 rows and a quantised panel, whose rows are tiles on the left: one tile of rows of x by four
+// of W, or two by two. The numbers never leave the L1 cache: they are expanded just before they are needed, to two places
+// in turn, so that one is read while the next is written.
+template <int x_tiles>
+void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* packed, float* sums) {
+    constexpr int64_t together = panel_width / x_tiles, tile = tile_rows * tile_depth;
+    alignas(64) bf16 places[2][together * tile_depth];
+    for (int64_t column = 0; column < panel_width; column += together, sums += together) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t index = 0; index < call.depth() / tile_depth; index++) {
+            bf16* w = places[index % 2];
+            expand_rows(call.linear.kind, packed, index, w, column, together);
+            _tile_loadd(4, x.at(index, 0), x.stride);
+            if constexpr (x_tiles == 1) {
+                _tile_loadd(5, w, tile_bytes);
+                _tile_dpbf16ps(0, 5, 4);
+                _tile_loadd(6, w + tile, tile_bytes);
+                _tile_dpbf16ps(1, 6, 4);
+                _tile_loadd(7, w + 2 * tile, tile_bytes);
+                _tile_dpbf16ps(2, 7, 4);
+                _tile_loadd(5, w + 3 * tile, tile_bytes);
+                _tile_dpbf16ps(3, 5, 4);
+            } else {
+                _tile_loadd(5, x.at(index, 1), x.stride);
+                _tile_loadd(6, w, tile_bytes);
+                _tile_dpbf16ps(0, 6, 4);
+                _tile_dpbf16ps(1, 6, 5);
+                _tile_loadd(7, w + tile, tile_bytes);
+                _tile_dpbf16ps(2, 7, 4);
+                _tile_dpbf16ps(3, 7, 5);
+            }
+        }
+        alignas(64) __m512i transposed[4][tile_rows];
+        _tile_stored(0, transposed[0], x.stride);
+        _tile_stored(1, transposed[1], x.stride);
+        _tile_stored(2, transposed[2], x.stride);
+        _tile_stored(3, transposed[3], x.stride);
+        for (int i = 0; i < 4; i++) {
+            const int64_t top = i % x_tiles * tile_rows;
+            float* target = sums + top * panel_width + i / x_tiles * tile_rows;
+            if (call.rows > 1) transpose(transposed[i]);  // a single row is one already
+            for (int64_t r = 0; r < tile_rows && top + r < call.rows; r++)
+                _mm512_storeu_si512(target + r * panel_width, transposed[i][r]);
+        }
+    }
+}
+
+// One panel of the result for up to 32 rows.
 void compute_few(const LinearCall<bf16>& call, int64_t panel) {
     alignas(64) float sums[2 * tile_rows * panel_width];
-    alignas(64) bf16 two_blocks[2 * tile_depth * panel_width];
     {
         const TiledRows tiled(call, 0, call.rows);
         const TileConfiguration configuration(call.rows);
-        if (call.linear.kind == Kind::numbers) {
-            const Numbers numbers(call.panel(panel));
-            sum_rows<true>(tiled, call.rows, numbers, numbers, sums);
-        } else {
-            const Kind kind = call.linear.kind;
-            const char* packed = call.quantised_panel(panel);
-            sum_rows<false>(tiled, call.rows, Expanding<panel_width>{kind, packed, two_blocks},
-                           Expanding<half_width>{kind, packed, two_blocks}, sums);
-        }
+        sum_rows<true>(tiled, call.rows, Numbers(call.panel(panel)), sums);
+    }
+    store(call, 0, call.rows, panel * panel_width, sums);
+}
+
+// The same for a quantised one.
+void compute_few(const LinearCall<bf16>& call, const Columns& x, int64_t panel) {
+    alignas(64) float sums[2 * tile_rows * panel_width];
+    {
+        const TileConfiguration configuration(call.rows, true);
+        const auto sum = call.rows <= tile_rows ? sum_quantised<1> : sum_quantised<2>;
+        sum(call, x, call.quantised_panel(panel), sums);
     }
     store(call, 0, call.rows, panel * panel_width, sums);
 }
@@ -210,9 +287,9 @@ void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows,
     const auto compute = [&](int64_t row, int64_t count) {
         const TiledRows tiled(call, first_row + row, count);
         if (row == 0 && !quantised)
-            sum_rows<true>(tiled, count, numbers, numbers, sums);
+            sum_rows<true>(tiled, count, numbers, sums);
         else
-            sum_rows<false>(tiled, count, numbers, numbers, sums);
+            sum_rows<false>(tiled, count, numbers, sums);
         store(call, first_row + row, count, panel * panel_width, sums);
     };
     // To configure the tiles takes as long as some dozen products, so that is done once for all groups of 32 rows.
@@ -238,8 +315,15 @@ void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows,
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
+    const bool few = rows <= 2 * tile_rows;
+    if (few && linear->kind != Kind::numbers) {
+        static std::atomic<int64_t> calls{0};
+        const int64_t number = ++calls;
+        for_each_part(call, true, [&](int64_t, int64_t, int64_t panel) { compute_few(call, Columns(call, number), panel); });
+        return;
+    }
     for_each_part(call, true, [&](int64_t first_row, int64_t count, int64_t panel) {
-        if (rows <= 2 * tile_rows)
+        if (few)
             compute_few(call, panel);
         else
             compute_many(call, first_row, count, panel);

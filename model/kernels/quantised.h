@@ -5,11 +5,10 @@
 // W is packed in panels of 64 rows, as all weights are (see linear.h), and takes as many bytes as in the file:
 //   Q4_0: [panel][k / 32] of scale [64], nibbles [32][64]
 //   Q4_1: [panel][k / 32] of scale [64], offset [64], nibbles [32][64]
-//   Q8_0: [panel][k / 32] of scale [64], bytes [k / 2][64][2]
+//   Q8_0: [panel][k / 32] of scale [64], bytes [32][64]
 //   Q4_K: [panel][k / 256] of scale [64], scale of offsets [64], factors [12][64] bytes, 8 times nibbles [32][64]
-// Scales are float16. Nibbles are grouped in words of eight, so that one shift brings those of 16 words into place; a word
-// belongs to one row n and has either the even or the odd k of 16: [n / 16][k / 16][n / 8 % 2][n % 8][k % 2], and
-// the nibble in it is k / 2 % 8, the lowest first.
+// Scales are float16. In which order a block has its nibbles or bytes depends on the instructions that expand them: see
+// nibble_place and byte_place, here and in quantised_amx.h.
 //
 // Expanding rounds each value once, from float32 to the type of the activations. These are the numbers that a widened
 // checkpoint would hold, in the same order, so quantised weights give the same bits as widened ones.
@@ -33,13 +32,6 @@ constexpr int64_t unit_bytes(Kind kind) {
 }
 constexpr int64_t unit_depth(Kind kind) { return kind == Kind::q4_k ? superblock_depth : block_depth; }
 constexpr int64_t nibbles_bytes = block_depth * panel_width / 2;
-
-// Which nibble, counted from the first word of a block, or which byte holds q of row n and k.
-constexpr int64_t nibble_place(int64_t n, int64_t k) {
-    const int64_t word = n / 16 * 64 + k / 16 * 32 + n / 8 % 2 * 16 + n % 8 * 2 + k % 2;
-    return word * 8 + k / 2 % 8;
-}
-constexpr int64_t byte_place(int64_t n, int64_t k) { return (k / 2 * panel_width + n) * 2 + k % 2; }
 
 // One block of 64 rows: value = (q - zero) * scale + offset.
 struct Block {
@@ -102,6 +94,22 @@ inline void read_block(Kind kind, const char* panel, int64_t index, Block& block
         block.integers += 12 * panel_width + group * nibbles_bytes;
     }
 }
+
+}  // namespace
+
+#if defined(__AMX_TILE__)
+#include "quantised_amx.h"
+#else
+namespace {
+
+// Which nibble, counted from the first word of a block, or which byte holds q of row n and k. Nibbles are grouped in
+// words of eight, so that one shift brings those of 16 words into place; a word belongs to one row n and has either the
+// even or the odd k of 16. Bytes lie as [k / 2][64][2].
+constexpr int64_t nibble_place(int64_t n, int64_t k) {
+    const int64_t word = n / 16 * 64 + k / 16 * 32 + n / 8 % 2 * 16 + n % 8 * 2 + k % 2;
+    return word * 8 + k / 2 % 8;
+}
+constexpr int64_t byte_place(int64_t n, int64_t k) { return (k / 2 * panel_width + n) * 2 + k % 2; }
 
 // Numbers are expanded in vectors whose lanes are an even and an odd k, in turn, of some rows of W.
 #if defined(__AVX512F__)
@@ -243,3 +251,4 @@ void expand_block(Kind kind, const char* panel, int64_t index, T* out, int64_t f
 }
 
 }  // namespace
+#endif

@@ -1,5 +1,5 @@
 // Packing the blocks of a GGUF file into panels, and reading rows of W back as numbers. See quantised.h for the order.
-// variants: plain
+// variants: plain amx_bf16
 #include "linear.h"
 
 namespace {
@@ -75,7 +75,8 @@ void read_row(const Packed& packed, int64_t row, T* out) {
 }  // namespace
 
 // Store source [rows, bytes of a row], whose rows are `stride` bytes apart, at rows first_row .. of W.
-OCTAVO_API void quantised_pack(void* weight, int64_t in_features, Kind kind, int64_t first_row, int64_t rows,
+OCTAVO_KERNEL(quantised_pack)
+(void* weight, int64_t in_features, Kind kind, int64_t first_row, int64_t rows,
                                const uint8_t* source, int64_t stride) {
     const Packed packed(weight, in_features, kind);
     const int64_t source_bytes = unit_bytes(kind) / panel_width, end_row = first_row + rows;
@@ -94,7 +95,7 @@ OCTAVO_API void quantised_pack(void* weight, int64_t in_features, Kind kind, int
 
 // Write rows ids[0 .. count-1] of W to out, whose rows are `stride` bytes apart, as float32 (element_bytes 4) or
 // bfloat16 (2). Returns 0; or 1, and nothing is written, if an id is no row of W.
-OCTAVO_API int quantised_gather(const Linear* linear, int64_t element_bytes, const int32_t* ids, int64_t count, char* out,
+OCTAVO_API int OCTAVO_NAME(quantised_gather)(const Linear* linear, int64_t element_bytes, const int32_t* ids, int64_t count, char* out,
                                 int64_t stride) {
     const Packed packed(const_cast<void*>(linear->weight), linear->in_features, linear->kind);
     for (int64_t i = 0; i < count; i++)
