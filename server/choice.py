@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import TokenEvent
-from octavo.server.engine_process import EngineError
 from octavo.server.errors import (
     APIError,
     draining,
@@ -23,6 +22,7 @@ from octavo.server.errors import (
     request_timed_out,
 )
 from octavo.server.generation import Generation
+from octavo.server.spawning import EngineError
 from octavo.server.text import TextDelta, TextStream
 
 log = logging.getLogger(__name__)

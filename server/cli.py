@@ -1,6 +1,7 @@
 """The command line: `octavo serve`, `check`, `plan`, `describe` and `bench`."""
 
 import argparse
+import contextlib
 import difflib
 import logging
 import os
@@ -16,9 +17,9 @@ from octavo.server import __version__, checking
 from octavo.server import commands as answering
 from octavo.server.bench import command as measuring
 from octavo.server.flags import add_arguments, resolve
+from octavo.server.spawning import ENGINE_COMMAND, INTERNAL_ERROR, spawn
 
 USAGE_ERROR = 64
-INTERNAL_ERROR = 70
 
 EXIT_CODES = """\
 exit codes:
@@ -38,11 +39,14 @@ _log = logging.getLogger(__name__)
 class Parser(argparse.ArgumentParser):
     """Ends with our own exit code for a wrong command line."""
 
+    commands: Any
+    """What `add_subparsers` returned."""
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all arguments; where one is unknown, name the command, and the nearest of its options."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            command = _command(self, parsed.command)
+            command = self.commands.choices[parsed.command]
             hint = difflib.get_close_matches(unknown[0].split("=")[0], command.flags(), n=1)
             nearest = f"; the nearest is {hint[0]}" if hint else ""
             command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
@@ -57,13 +61,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _command(parser: Parser, name: str) -> Parser:
-    """The parser of one command."""
-    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
-    command: Parser = commands.choices[name]
-    return command
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = Parser(
@@ -73,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, add_options: Callable[[argparse.ArgumentParser], None], **texts: Any) -> None:
         layout = argparse.RawDescriptionHelpFormatter
@@ -160,15 +157,16 @@ def _serve(parsed: argparse.Namespace) -> int:
     if (launch := find_launch(settings.engine.tensor_parallel_size)) is not None and launch.rank > 0:
         # Only rank 0 answers HTTP; it tells the others everything that its own settings say.
         os.execv(sys.executable, [sys.executable, "-m", "octavo.scheduler.ranks"])  # noqa: S606
-    # Imported late: --help, --version and a wrong option need not wait for the whole server.
-    from octavo.server import event_loop, lifecycle, listening, logs  # noqa: PLC0415
+    with contextlib.closing(spawn(ENGINE_COMMAND)) as spawned:
+        # Imported late: --help, --version and a wrong option need not wait for the whole server, nor does the engine.
+        from octavo.server import event_loop, lifecycle, listening, logs  # noqa: PLC0415
 
-    logs.configure(settings.server.log_level, settings.server.log_format)
-    listening.check_certificate(settings.server)
-    with listening.bind(settings.server.host, settings.server.port) as listener:
-        given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
-        _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
-        return event_loop.run(lifecycle.Daemon(settings, listener).run())
+        logs.configure(settings.server.log_level, settings.server.log_format)
+        listening.check_certificate(settings.server)
+        with listening.bind(settings.server.host, settings.server.port) as listener:
+            given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
+            _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
+            return event_loop.run(lifecycle.Daemon(settings, listener, spawned=spawned).run())
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from octavo.scheduler.messages import (
     TokenEvent,
     Vocabulary,
 )
-from octavo.server.engine_process import ENGINE_COMMAND, EngineError, EngineProcess
+from octavo.server.engine_process import EngineProcess
 from octavo.server.generation import Generation
 from octavo.server.metrics import Metrics
 from octavo.server.revival import Obituary, RestartPolicy, StallWatch
+from octavo.server.spawning import ENGINE_COMMAND, EngineError, Spawned, spawn
 
 __all__ = ["ENGINE_COMMAND", "EngineClient", "EngineError"]
 
@@ -70,14 +71,15 @@ class EngineClient:
         metrics: Metrics | None = None,
         hear_loading: Callable[[Loading], None] = lambda _: None,
         policy: RestartPolicy | None = None,
+        spawned: Spawned | None = None,
     ) -> Self:
-        """Spawn an engine and wait until it has loaded its model; `hear_loading` is told how far it has come.
+        """Wait until an engine has loaded its model; `hear_loading` is told how far it has come.
 
-        `command` is called with one more argument, the number of an inherited socket. Raises EngineError. When
-        cancelled, it leaves no process behind.
+        `command` is what to `spawn`, at first unless it is `spawned` already, and later in place of one that died.
+        Raises EngineError. When cancelled, it leaves no process behind.
         """
         client = cls(config, command, metrics or Metrics(), policy or RestartPolicy())
-        client._process = await client._launch(hear_loading)
+        client._process = await client._launch(spawned or spawn(command), hear_loading)
         client.metrics.engine_ready(client.ready)
         client._tasks = [asyncio.create_task(client._supervise()), asyncio.create_task(client._watch_stalls())]
         return client
@@ -178,10 +180,10 @@ class EngineClient:
                 generation.progressed = False
                 self._process.send(generation.submission)
 
-    async def _launch(self, hear_loading: Callable[[Loading], None]) -> EngineProcess:
+    async def _launch(self, spawned: Spawned, hear_loading: Callable[[Loading], None]) -> EngineProcess:
         faults = faults_in(self._config.fault, next(self._lives))
         config = msgspec.structs.replace(self._config, fault=faults)
-        return await EngineProcess.start(config, self._command, self._hear, hear_loading)
+        return await EngineProcess.start(config, spawned, self._hear, hear_loading)
 
     async def _supervise(self) -> None:
         """Replace the engine whenever it dies, until that is hopeless."""
@@ -219,7 +221,7 @@ class EngineClient:
                 raise EngineError(f"{error}{', again and again' * self._obituary.repeated}")
             await asyncio.sleep(delay)
             try:
-                process = await self._launch(lambda _: None)
+                process = await self._launch(spawn(self._command), lambda _: None)
             except EngineError as failed:
                 _log.error("the engine does not start: %s", failed)
                 self._obituary.failed_to_start()

@@ -3,26 +3,15 @@
 import asyncio
 import contextlib
 import signal
-import socket
-import sys
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable
 from typing import Self, cast
 
 from octavo.scheduler.channel import FrameDecoder, FrameEncoder, ProtocolError
 from octavo.scheduler.messages import EngineConfig, Fatal, FromEngine, Loading, Ready, Shutdown, StepReport, ToEngine
-
-ENGINE_COMMAND = (sys.executable, "-m", "octavo.scheduler.process")
-INTERNAL_ERROR = 70
+from octavo.server.spawning import EngineError, Spawned
 
 _CLOSE_SECONDS = 2.0
-
-
-class EngineError(Exception):
-    """The engine could not start, has died, or was shut down. `exit_code` is what the server should end with."""
-
-    def __init__(self, message: str, exit_code: int = INTERNAL_ERROR) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class EngineProcess:
@@ -33,7 +22,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: subprocess.Popen[bytes],
         hear_report: Callable[[StepReport], None],
         hear_loading: Callable[[Loading], None],
     ) -> None:
@@ -53,19 +42,17 @@ class EngineProcess:
     async def start(
         cls,
         config: EngineConfig,
-        command: Sequence[str],
+        spawned: Spawned,
         hear_report: Callable[[StepReport], None],
         hear_loading: Callable[[Loading], None],
     ) -> Self:
-        """Spawn an engine and wait until it has loaded its model; `hear_loading` is told how far it has come.
+        """Wait until an engine has loaded its model; `hear_loading` is told how far it has come.
 
-        `command` is called with one more argument, the number of an inherited socket. Raises EngineError. When
-        cancelled, it leaves no process behind.
+        Raises EngineError. When cancelled, it leaves no process behind.
         """
-        process, connection = await _spawn(command)
-        engine = cls(process, hear_report, hear_loading)
+        engine = cls(spawned.process, hear_report, hear_loading)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: engine._link, sock=connection)
+            await asyncio.get_running_loop().create_unix_connection(lambda: engine._link, sock=spawned.connection)
             engine.send(config)
             engine.ready = await engine._readiness()
         except BaseException:
@@ -82,7 +69,7 @@ class EngineProcess:
     @property
     def returncode(self) -> int | None:
         """What the process ended with; None while it runs."""
-        return self._process.returncode
+        return self._process.poll()
 
     def send(self, message: ToEngine) -> None:
         """Send or buffer one message; to an engine that is gone, nothing."""
@@ -91,17 +78,15 @@ class EngineProcess:
     def kill(self, reason: str) -> None:
         """End the process at once."""
         self._reason = self._reason or EngineError(reason)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        self._process.kill()
 
     async def close(self) -> None:
         """End the process: ask, wait at most 2 s, then kill. Idempotent."""
         self._link.send(Shutdown())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
+            await asyncio.wait_for(self._exit(), _CLOSE_SECONDS)
         self.kill("it did not end when it was told to")
-        await self._process.wait()
+        await self._exit()
         self._link.close()
         await self._watcher
 
@@ -129,11 +114,16 @@ class EngineProcess:
         if broken is not None:
             self.kill(broken)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
-        if self._process.returncode is None:
+            await asyncio.wait_for(self._exit(), _CLOSE_SECONDS)
+        if self.returncode is None:
             self.kill("the engine closed its connection")
-        code = await self._process.wait()
-        self.ended.set_result(self._reason or EngineError(_describe_exit(code)))
+        self.ended.set_result(self._reason or EngineError(_describe_exit(await self._exit())))
+
+    async def _exit(self) -> int:
+        """Wait for the end of the process, which is near, and return what it ended with."""
+        while (code := self.returncode) is None:
+            await asyncio.sleep(0.005)
+        return code
 
 
 class _Link(asyncio.Protocol):
@@ -182,28 +172,6 @@ class _Link(asyncio.Protocol):
     def _finish(self, reason: str | None) -> None:
         if not self.closed.done():
             self.closed.set_result(reason)
-
-
-async def _spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Start the engine's process and return it with our end of the socket between us."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    try:
-        with theirs:
-            # A session of its own: the terminal's Ctrl-C is for the server, which decides when the engine ends.
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-    except BaseException as error:
-        ours.close()
-        if isinstance(error, OSError):
-            raise EngineError(f"cannot start the engine's process: {error}") from error
-        raise
-    return process, ours
 
 
 def _describe_exit(code: int) -> str:

@@ -7,7 +7,7 @@ from typing import Self
 import msgspec
 
 from octavo.scheduler.messages import Abort, FinishReason, Pause, Submission, TokenEvent
-from octavo.server.engine_process import EngineError
+from octavo.server.spawning import EngineError
 
 MOST_UNREAD = 256
 """Events of one request that wait to be read, before it is paused."""

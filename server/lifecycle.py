@@ -6,17 +6,17 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo.model.config import ModelConfig
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
 from octavo.scheduler.launch import find_launch
 from octavo.scheduler.messages import Loading, MemoryLine, Ready
 from octavo.server.access import AccessRules
-from octavo.server.client import ENGINE_COMMAND, EngineClient, EngineError
+from octavo.server.client import EngineClient
 from octavo.server.entrance import Entrance
 from octavo.server.health import watch_event_loop
 from octavo.server.listening import HTTPServer
@@ -28,9 +28,9 @@ from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.service import Service
-from octavo.server.settings import ServerSettings, Settings, SettingsError
-from octavo.server.template import ChatTemplate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.settings import Settings, SettingsError
+from octavo.server.spawning import ENGINE_COMMAND, EngineError, Spawned
+from octavo.server.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
@@ -39,16 +39,6 @@ DRAIN_POLL_SECONDS = 0.05
 """How often a server that shuts down looks whether the last request has ended."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """What the server itself needs of the model."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    config: ModelConfig
-    options: GenerationOptions
 
 
 class Daemon:
@@ -64,12 +54,14 @@ class Daemon:
         listener: socket.socket,
         command: Sequence[str] = ENGINE_COMMAND,
         policy: RestartPolicy | None = None,
+        spawned: Spawned | None = None,
     ) -> None:
-        """`policy`: when to replace the engine; by default what the settings say."""
+        """`policy`: when to replace the engine; by default what the settings say. `spawned`: the first one."""
         self._settings = settings
         self._policy = policy or _restart_policy(settings)
         self._listener = listener
         self._command = command
+        self._spawned = spawned
         server = settings.server
         rules = AccessRules(server.api_key + server.api_key_file, server.metrics_open, server.metrics_key)
         self._metrics = Metrics(model=server.served_model_name[0])
@@ -78,7 +70,6 @@ class Daemon:
         self._entrance = Entrance(self._metrics, rules, server.cors_origin)
         self._main: asyncio.Task[Any] | None = None
         self._serving = False
-        self._reading: asyncio.Future[_Model] | None = None
         self._drain = asyncio.Event()
         """Set by the first signal that comes while serving."""
 
@@ -90,15 +81,19 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal)
         try:
             async with self._listening() as server:
+                reading = loop.run_in_executor(None, _read_model, self._settings)
+                reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())  # if unheard
                 client = await EngineClient.start(
                     self._settings.engine,
                     command=self._command,
                     metrics=self._metrics,
-                    hear_loading=self._hear_loading,
+                    hear_loading=self._entrance.hear,
                     policy=self._policy,
+                    spawned=self._spawned,
                 )
                 try:
-                    await self._serve(client, server)
+                    self._entrance.hear(Loading(phase="loading the tokenizer", progress=1.0))
+                    await self._serve(client, server, await reading)
                     if not self._drain.is_set():
                         return _death(client)
                 finally:
@@ -109,17 +104,6 @@ class Daemon:
             if self._tracing is not None:
                 self._tracing.close()
         return 0
-
-    def _hear_loading(self, loading: Loading) -> None:
-        """From the first report on, the model's files are there: what the server needs of them is read meanwhile."""
-        self._entrance.hear(loading)
-        self._read()
-
-    def _read(self) -> asyncio.Future[_Model]:
-        if self._reading is None:
-            self._reading = asyncio.get_running_loop().run_in_executor(None, _read_model, self._settings)
-            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())  # if unheard
-        return self._reading
 
     def _on_signal(self) -> None:
         if self._serving and not self._drain.is_set():
@@ -139,10 +123,9 @@ class Daemon:
         finally:
             await server.end()
 
-    async def _serve(self, client: EngineClient, server: HTTPServer) -> None:
+    async def _serve(self, client: EngineClient, server: HTTPServer, make: Callable[[EngineClient], Service]) -> None:
         """Serve requests until all is drained or the engine is gone."""
-        self._entrance.hear(Loading(phase="loading the tokenizer", progress=1.0))
-        service = await asyncio.to_thread(_make_service, self._settings.server, client, await self._read())
+        service = await asyncio.to_thread(make, client)
         for line in describe(client.ready, client.metrics.memory()):
             _log.info("%s", line)
         self._serving = True
@@ -181,24 +164,22 @@ class Daemon:
         await client.close()  # what still runs ends with an error
 
 
-def _read_model(settings: Settings) -> _Model:
-    """Raises an exception with an exit code."""
+def _read_model(settings: Settings) -> Callable[[EngineClient], Service]:
+    """Read what the server itself needs of the model; what is left to do needs the engine.
+
+    Raises an exception with an exit code.
+    """
     path, server = locate(settings.engine.model), settings.server
     tokenizer = load_tokenizer(path)
     defaults = choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
-    template = load_template(server.chat_template, tokenizer)
-    return _Model(tokenizer, template, read_config(path), GenerationOptions(server.max_tokens_policy, defaults))
-
-
-def _make_service(settings: ServerSettings, client: EngineClient, model: _Model) -> Service:
-    return Service(
-        client=client,
-        tokenizer=model.tokenizer,
-        template=model.template,
-        names=settings.served_model_name,
-        config=model.config,
-        settings=settings,
-        options=model.options,
+    return partial(
+        Service,
+        tokenizer=tokenizer,
+        template=load_template(server.chat_template, tokenizer),
+        names=server.served_model_name,
+        config=read_config(path),
+        settings=server,
+        options=GenerationOptions(server.max_tokens_policy, defaults),
     )
 
 

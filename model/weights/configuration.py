@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from octavo.model.config import MAX_HEAD_DIM, ModelConfig
 from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.errors import CheckpointError
@@ -43,7 +41,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         tensor = file.tensors["rope_freqs.weight"]
         if tensor.type != "F32" or tensor.nbytes > 4 * MAX_HEAD_DIM:
             raise CheckpointError(f"{file.path}: tensor rope_freqs.weight is not a short vector of F32")
-        factors = file.rows("rope_freqs.weight").view(np.float32).ravel().tolist()
+        factors = file.rows("rope_freqs.weight").view("float32").ravel().tolist()
     stored = file.tensors["blk.0.attn_q.weight"].type if "blk.0.attn_q.weight" in file.tensors else ""
     dtype = {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")
     quantised = {

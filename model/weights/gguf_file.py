@@ -4,22 +4,26 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A length or c
 hold before anything of that size is read, so a damaged or hostile file costs an error and no memory.
 """
 
+import contextlib
 import math
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 MAX_COUNT = 65_536
 """Metadata entries, and tensors."""
 MAX_STRING = 16 << 20
+CHUNK = 256 << 10
+"""Bytes of an array of strings that are read at once."""
 MAX_ARRAY = 1 << 22
 """Elements: sixteen times the largest vocabulary in use."""
 MAX_DIMENSIONS = 4
@@ -80,11 +84,13 @@ class GGUFFile:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
 
-    def rows(self, name: str) -> npt.NDArray[np.uint8]:
+    def rows(self, name: str) -> "npt.NDArray[np.uint8]":
         """A read-only view of a tensor's bytes, [rows, bytes of a row]; a vector is one row.
 
         The file is mapped anew by each call: what was read leaves the process's memory with the view.
         """
+        import numpy as np  # noqa: PLC0415 - a header is read sooner without it
+
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
         return np.memmap(self.path, np.uint8, "r", tensor.offset, (rows, tensor.nbytes // rows))
@@ -190,6 +196,28 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.error(f"a string before byte {self.position:,} is not UTF-8") from error
 
+    def strings(self, count: int) -> list[object]:
+        """That many strings: a vocabulary and its merges have hundreds of thousands, so these are not read one by one.
+
+        What is wrong with one is for `string` to say, as is one that is longer than a chunk.
+        """
+        found: list[object] = []
+        length_at = struct.Struct("<Q").unpack_from
+        while len(found) < count:
+            chunk, end = self.file.read(CHUNK), 0
+            with contextlib.suppress(struct.error, UnicodeDecodeError):
+                for _ in range(count - len(found)):
+                    (size,) = length_at(chunk, end)
+                    text = chunk[end + 8 : end + 8 + size]
+                    if len(text) < size:
+                        break
+                    found.append(text.decode())
+                    end += 8 + size
+            self.position = self.file.seek(self.position + end)
+            if end == 0:
+                found.append(self.string())
+        return found
+
     def value(self, kind: int, key: str) -> object:
         """One metadata value: a number, a bool, a string, or a list of these."""
         if kind == STRING:
@@ -203,7 +231,7 @@ class _Reader:
     def _array(self, kind: int, key: str) -> list[object]:
         count = self.count(f"elements in {_shown(key)}", MAX_ARRAY)
         if kind == STRING:
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         if kind not in SCALARS:
             raise self.error(f"metadata key {_shown(key)} is an array of type {kind}, which is not supported")
         letters = f"<{count}{SCALARS[kind]}"

@@ -32,11 +32,11 @@ def check_format(path: Path, load_format: str) -> None:
 def check_headers(path: Path, load_format: str) -> None:
     """Raise CheckpointError where a model could not be loaded: everything but the numbers is checked."""
     check_format(path, load_format)
-    config = read_config(path)
-    if load_format == "random":
-        return
     files: Mapping[str, Path] = {}
-    if path.is_dir():
+    if path.is_dir() or load_format == "random":
+        config = read_config(path)
+        if load_format == "random":
+            return
         shapes, files = directory_headers(path, config)
     else:
         shapes = {hugging_face_name(name): tensor.shape for name, tensor in GGUFFile(path).tensors.items()}

@@ -22,7 +22,9 @@ def locate(model: str) -> Path:
     CheckpointError.
     """
     if model == SMOLLM2:
-        return _smollm2()
+        if (embedded := embedded_file()) is None:
+            raise CheckpointError(f"{SMOLLM2}: the file {SMOLLM2_FILE} is not installed; run `{SMOLLM2_INSTALL}`")
+        return embedded
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -52,13 +54,6 @@ def _confined(directory: Path) -> Path:
         if not any(target.is_relative_to(allowed) for allowed in homes):
             raise CheckpointError(f"{entry}: a link that leads out of the model's directory; put the file itself there")
     return directory
-
-
-def _smollm2() -> Path:
-    path = embedded_file()
-    if path is None:
-        raise CheckpointError(f"{SMOLLM2}: the file {SMOLLM2_FILE} is not installed; run `{SMOLLM2_INSTALL}`")
-    return path
 
 
 def _download(model: str) -> Path:

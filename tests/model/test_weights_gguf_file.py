@@ -12,7 +12,7 @@ from support.checkpoints import tiny_model, write_gguf
 
 from octavo.model.weights.checkpoint import open_checkpoint
 from octavo.model.weights.errors import CheckpointError
-from octavo.model.weights.gguf_file import GGUFFile
+from octavo.model.weights.gguf_file import CHUNK, GGUFFile
 
 F32, Q8_0, STRING, ARRAY, UINT32, BOOL = 0, 8, 8, 9, 4, 7
 
@@ -76,6 +76,28 @@ def test_a_well_formed_file_reads_as_written(tmp_path):
     assert file.rows("matrix").tobytes() == DATA[:136]
     assert file.rows("matrix").shape == (2, 68)
     assert file.rows("vector").view(np.float32).tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_an_array_of_strings_is_read_whole_however_they_lie_in_the_chunks(tmp_path):
+    chosen = random.Random(0)
+    sizes = [chosen.randrange(2000) for _ in range(1000)] + [0, CHUNK - 8, CHUNK - 7, 3 * CHUNK, 1, CHUNK - 17, 1, 2]
+    words = [chosen.choice("aé€") * size for size in sizes]
+    fields = [field for word in words for field in string(word)]
+    words_entry = entry("words", ARRAY, ("I", STRING), ("Q", len(words)), *fields)
+    file = opened(tmp_path / "x.gguf", packed(header([words_entry, *ENTRIES], TENSORS), DATA))
+    assert file.metadata["words"] == words
+    assert file.metadata["llama.rope.freq_base"] == 10000.0
+
+
+def test_a_string_late_in_an_array_that_is_wrong_is_named_by_its_place(tmp_path):
+    words = [field for number in range(1000) for field in string(str(number))]
+    for wrong, message in (
+        ((("Q", 1), ("raw", b"\xff")), "is not UTF-8"),
+        ((("Q", 1 << 30),), "1,073,741,824 bytes in a"),
+    ):
+        array = entry("words", ARRAY, ("I", STRING), ("Q", 1001), *words, *wrong)
+        with pytest.raises(CheckpointError, match=message):
+            opened(tmp_path / "x.gguf", packed(header([array], TENSORS), DATA))
 
 
 DAMAGED = {
