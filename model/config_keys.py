@@ -10,15 +10,9 @@ from octavo.model.fields import Fields
 
 READ = frozenset(
     {
-        *(
-            "architectures",
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        ),
-        *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps"),
+        *("architectures", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("max_position_embeddings", "tie_word_embeddings", "rms_norm_eps"),
         *("hidden_act", "attention_bias", "mlp_bias", "dtype", "torch_dtype", "quantization_config"),
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),

@@ -51,8 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Submission(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request enters the engine: one prompt, one choice."""
 
-    request: int
-    """Made by the server, unique for its lifetime."""
+    request: int = 0
+    """Made by `EngineClient.submit`, unique for the server's lifetime; 0 before."""
     prompt: tuple[int, ...]
     params: SamplingParams
     max_tokens: int

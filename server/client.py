@@ -14,7 +14,6 @@ from typing import Self
 
 import msgspec
 
-from octavo.model.step import SamplingParams
 from octavo.scheduler.faults import faults_in
 from octavo.scheduler.messages import (
     Abort,
@@ -105,29 +104,16 @@ class EngineClient:
         if not self.restarting:
             self._process.send(vocabulary)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        max_tokens: int,
-        salt: bytes = b"",
-        grammar: str | None = None,
-        priority: int = 0,
-    ) -> Generation:
-        """Send a request to the engine, or keep it for the next one. Raises EngineError where there will be none."""
+    def submit(self, submission: Submission) -> Generation:
+        """Number a request and send it to the engine, or keep it for the next one.
+
+        Raises EngineError where there will be none.
+        """
         if self.failure is not None:
             raise EngineError(str(self.failure), self.failure.exit_code)
         number = next(self._numbers)
-        submission = Submission(
-            request=number,
-            prompt=tuple(prompt),
-            params=params,
-            max_tokens=max_tokens,
-            salt=salt,
-            grammar=grammar,
-            priority=priority,
-        )
-        generation = self._live[number] = Generation(submission, self._tell)
+        numbered = msgspec.structs.replace(submission, request=number)
+        generation = self._live[number] = Generation(numbered, self._tell)
         self.metrics.request_started(number, len(submission.prompt))
         self._send_due()
         return generation

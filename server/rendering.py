@@ -18,7 +18,6 @@ from octavo.server.tokenizer import Tokenizer
 from octavo.server.workers import WorkerDiedError, WorkerPool, WorkerTimeoutError, environment
 
 WORKER_COMMAND = (sys.executable, "-m", "octavo.server.template_worker")
-WORKERS = 2
 RENDER_SECONDS = 10.0
 """After which a worker that has not answered is killed."""
 COMPILE_SECONDS = 20.0
@@ -67,9 +66,7 @@ class Renderer:
     def __init__(self, template: ChatTemplate, max_waiting: int = 1024) -> None:
         """At most `max_waiting` conversations are held at a time; more are answered with 429."""
         self.template = template
-        self._pool = WorkerPool(
-            WORKER_COMMAND, _opening(template), workers=WORKERS, max_waiting=max_waiting, subject="conversations"
-        )
+        self._pool = WorkerPool(WORKER_COMMAND, _opening(template), max_waiting=max_waiting, subject="conversations")
 
     async def render(self, question: bytes) -> str:
         """Return the prompt for what `conversation` made. Raises TemplateRequestError or APIError (429)."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from octavo.model.config import ModelConfig
+from octavo.scheduler.messages import Submission
 from octavo.server import __version__
 from octavo.server.body import T, read
 from octavo.server.choice import Choice
@@ -152,10 +153,15 @@ class Service:
                         # What follows a grammar begins with its first character.
                         continuing=isinstance(request, CompletionRequest) or grammar is not None,
                     )
-                    followed = None if grammar is None else grammar.text
-                    generation = self.client.submit(
-                        prompt, params, limit, prepared.salt, followed, request.priority or 0
+                    submission = Submission(
+                        prompt=prompt,
+                        params=params,
+                        max_tokens=limit,
+                        salt=prepared.salt,
+                        grammar=None if grammar is None else grammar.text,
+                        priority=request.priority or 0,
                     )
+                    generation = self.client.submit(submission)
                     number = f"/{len(choices)}" if generations > 1 else ""
                     own = replace(origin, identity=origin.identity + number)
                     self.client.metrics.originates(generation.request, own)

@@ -23,7 +23,6 @@ from octavo.server.workers import WorkerDiedError, WorkerPool, WorkerTimeoutErro
 WORKER_COMMAND = (sys.executable, "-m", "octavo.server.grammar_worker")
 WORKER_SECONDS = 5.0
 """After which a worker that has not answered is killed."""
-WORKERS = 2
 MAX_WAITING = 64
 """Requests that may wait for a worker; more are answered with 429."""
 CACHE_BYTES = 8 << 20
@@ -41,13 +40,18 @@ class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class JSONSchemaFormat(_Fields):
+class _SchemaFields(_Fields):
     """OpenAI's wrapping of a schema. Whether `strict` or not, the schema is enforced."""
 
-    name: SchemaName
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+
+class JSONSchemaFormat(_SchemaFields):
+    """The `json_schema` of a `response_format`."""
+
+    name: SchemaName
 
 
 class ResponseFormat(_Fields):
@@ -57,14 +61,11 @@ class ResponseFormat(_Fields):
     json_schema: JSONSchemaFormat | None = None
 
 
-class TextFormat(_Fields):
+class TextFormat(_SchemaFields):
     """The same as the `text.format` of /v1/responses: one object."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: SchemaName | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -183,9 +184,7 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.vocabulary = vocabulary
-        self.pool = WorkerPool(
-            command, msgspec.json.encode(vocabulary), workers=WORKERS, max_waiting=MAX_WAITING, subject="grammars"
-        )
+        self.pool = WorkerPool(command, msgspec.json.encode(vocabulary), max_waiting=MAX_WAITING, subject="grammars")
         self._cache: OrderedDict[tuple[Kind, str], Verdict] = OrderedDict()
         self.cached_bytes = 0
 

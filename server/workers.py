@@ -13,6 +13,9 @@ from octavo.server.errors import queue_full
 LINE_BYTES = 9 << 20
 """The longest answer of a worker."""
 
+WORKERS = 2
+"""Processes of one kind, at most."""
+
 START_SECONDS = 60.0
 """How long a worker may take until it can be asked: a busy machine must not make a good question look a bad one."""
 
@@ -28,11 +31,11 @@ class WorkerDiedError(Exception):
 class WorkerPool:
     """A few processes of one kind, started as they are needed; each question has one to itself."""
 
-    def __init__(self, command: Sequence[str], opening: bytes, *, workers: int, max_waiting: int, subject: str) -> None:
+    def __init__(self, command: Sequence[str], opening: bytes, *, max_waiting: int, subject: str) -> None:
         """`opening` is the line that a new worker is sent first; `subject` is what those who wait bring."""
         self._command = command
         self._opening = opening
-        self._turns = asyncio.Semaphore(workers)
+        self._turns = asyncio.Semaphore(WORKERS)
         self._max_waiting = max_waiting
         self._subject = subject
         self._waiting = 0

@@ -102,7 +102,8 @@ def test_a_divided_engine_serves_the_same_tokens_and_goes_on_when_a_rank_is_kill
     processes: set[int] = set()
 
     async def tokens(client: EngineClient, *, kill: bool) -> list[int | None]:
-        generation, found = client.submit(TOKENS, GREEDY, 40), []
+        asked = Submission(prompt=tuple(TOKENS), params=GREEDY, max_tokens=40)
+        generation, found = client.submit(asked), []
         async for events in generation:
             found += [event.token for event in events]
             if kill and len(found) > 2:

@@ -14,13 +14,12 @@ from support import scripted_engine
 from support.scripted_engine import CRASH, KILL, scripted_token
 
 from octavo.model.step import SamplingParams
-from octavo.scheduler.messages import EngineConfig, TokenEvent
+from octavo.scheduler.messages import EngineConfig, Submission, TokenEvent
 from octavo.server.client import EngineClient, EngineError
 from octavo.server.generation import MOST_UNREAD, Generation
 from octavo.server.metrics import Metrics
 from octavo.server.revival import RestartPolicy
 
-PARAMS = SamplingParams(temperature=0.0)
 SCRIPT = scripted_engine.__file__
 
 
@@ -38,6 +37,10 @@ async def engine(
         yield client
     finally:
         await client.close()
+
+
+def asked(prompt: list[int], max_tokens: int) -> Submission:
+    return Submission(prompt=tuple(prompt), params=SamplingParams(temperature=0.0), max_tokens=max_tokens)
 
 
 async def collect(generation: Generation) -> list[TokenEvent]:
@@ -79,7 +82,7 @@ async def test_a_submission_yields_its_tokens_in_order_and_then_ends() -> None:
     async with engine() as client:
         assert client.alive
         assert client.ready.vocabulary == scripted_engine.VOCABULARY
-        events = await collect(client.submit([5, 6, 7], PARAMS, 10))
+        events = await collect(client.submit(asked([5, 6, 7], 10)))
         assert tokens(events) == [scripted_token(3 + n) for n in range(10)]
         assert [event.finish for event in events] == [None] * 9 + ["length"]
         assert events[0].first
@@ -91,7 +94,7 @@ async def test_a_submission_yields_its_tokens_in_order_and_then_ends() -> None:
 async def test_many_requests_at_a_time_get_their_own_tokens() -> None:
     async with engine() as client:
         lengths = range(1, 41)
-        generations = [client.submit([4] * length, PARAMS, 20) for length in lengths]
+        generations = [client.submit(asked([4] * length, 20)) for length in lengths]
         assert len({generation.request for generation in generations}) == 40
         results = await asyncio.gather(*map(collect, generations))
         assert [tokens(events) for events in results] == [
@@ -102,8 +105,8 @@ async def test_many_requests_at_a_time_get_their_own_tokens() -> None:
 @run
 async def test_events_that_arrived_meanwhile_come_together() -> None:
     async with engine() as client:
-        slow = client.submit([4], PARAMS, 100)
-        await collect(client.submit([5], PARAMS, 100))
+        slow = client.submit(asked([4], 100))
+        await collect(client.submit(asked([5], 100)))
         batches = [events async for events in slow]
         assert sum(map(len, batches)) == 100
         assert len(batches) < 10
@@ -112,8 +115,8 @@ async def test_events_that_arrived_meanwhile_come_together() -> None:
 @run
 async def test_an_aborted_request_ends_with_the_given_reason_and_others_go_on() -> None:
     async with engine(step_seconds=0.002) as client:
-        other = client.submit([4], PARAMS, 60)
-        generation = client.submit([5], PARAMS, 2000)
+        other = client.submit(asked([4], 60))
+        generation = client.submit(asked([5], 2000))
         events = list(await anext(generation))
         generation.abort("stop")
         generation.abort("abort")
@@ -128,7 +131,7 @@ async def test_an_aborted_request_ends_with_the_given_reason_and_others_go_on() 
 @run
 async def test_close_ends_the_process_and_the_live_requests() -> None:
     async with engine(step_seconds=0.002) as client:
-        generation = client.submit([5], PARAMS, 2000)
+        generation = client.submit(asked([5], 2000))
         await anext(generation)
         await client.close()
         await client.close()
@@ -137,7 +140,7 @@ async def test_close_ends_the_process_and_the_live_requests() -> None:
         with pytest.raises(EngineError, match="shut down"):
             await collect(generation)
         with pytest.raises(EngineError, match="shut down"):
-            client.submit([5], PARAMS, 1)
+            client.submit(asked([5], 1))
 
 
 @run
@@ -152,7 +155,7 @@ async def test_an_engine_that_does_not_answer_is_killed() -> None:
 @run
 async def test_an_engine_that_is_not_to_be_replaced_fails_every_live_request_and_all_later_ones() -> None:
     async with engine(0.002, RestartPolicy(deaths=1)) as client:
-        generations = [client.submit([5], PARAMS, 2000) for _ in range(20)]
+        generations = [client.submit(asked([5], 2000)) for _ in range(20)]
         await anext(generations[0])
         os.kill(client._process.pid, signal.SIGKILL)
         for generation in generations:
@@ -162,15 +165,15 @@ async def test_an_engine_that_is_not_to_be_replaced_fails_every_live_request_and
         assert not client.alive
         assert client.live == 0
         with pytest.raises(EngineError) as raised:
-            client.submit([5], PARAMS, 1)
+            client.submit(asked([5], 1))
         assert raised.value.exit_code == 70
 
 
 @run
 async def test_events_that_arrived_before_the_end_are_not_lost() -> None:
     async with engine() as client:
-        generation = client.submit([5], PARAMS, 3)
-        await collect(client.submit([5], PARAMS, 3))
+        generation = client.submit(asked([5], 3))
+        await collect(client.submit(asked([5], 3)))
         await client.close()
         assert len(await collect(generation)) == 3
 
@@ -178,8 +181,8 @@ async def test_events_that_arrived_before_the_end_are_not_lost() -> None:
 @run
 async def test_a_fault_of_the_device_ends_the_request_to_blame_and_no_other() -> None:
     async with engine() as client:
-        others = [client.submit([4] * length, PARAMS, 20) for length in range(1, 8)]
-        [event] = await collect(client.submit([CRASH], PARAMS, 1))
+        others = [client.submit(asked([4] * length, 20)) for length in range(1, 8)]
+        [event] = await collect(client.submit(asked([CRASH], 1)))
         assert (event.finish, event.error) == ("error", "the model cannot compute this request: RuntimeError")
         results = await asyncio.gather(*map(collect, others))
         assert [tokens(events) for events in results] == [
@@ -191,12 +194,12 @@ async def test_a_fault_of_the_device_ends_the_request_to_blame_and_no_other() ->
 @run
 async def test_f1_a_killed_engine_is_replaced_and_every_request_goes_on_where_it_was() -> None:
     async with engine(0.002) as client:
-        generations = [client.submit([4] * length, PARAMS, 200) for length in range(1, 21)]
+        generations = [client.submit(asked([4] * length, 200)) for length in range(1, 21)]
         first = list(await anext(generations[0]))
         os.kill(client._process.pid, signal.SIGKILL)
         await until(lambda: client.restarting)
         assert client.alive
-        meanwhile = client.submit([4] * 30, PARAMS, 5)
+        meanwhile = client.submit(asked([4] * 30, 5))
         results = await asyncio.gather(*map(collect, [*generations, meanwhile]))
         results[0] = first + results[0]
         expected = [(length, 200) for length in range(1, 21)] + [(30, 5)]
@@ -211,12 +214,12 @@ async def test_f1_a_killed_engine_is_replaced_and_every_request_goes_on_where_it
 @run
 async def test_an_abort_while_there_is_no_engine_ends_the_request() -> None:
     async with engine(0.002) as client:
-        known, other = client.submit([4], PARAMS, 2000), client.submit([5], PARAMS, 50)
+        known, other = client.submit(asked([4], 2000)), client.submit(asked([5], 50))
         await anext(known)
         os.kill(client._process.pid, signal.SIGKILL)
         await until(lambda: client.restarting)
         known.abort("stop")
-        unknown = client.submit([4], PARAMS, 2000)
+        unknown = client.submit(asked([4], 2000))
         unknown.abort()
         assert [event.finish for event in await collect(known)][-1] == "stop"
         assert [event.finish for event in await collect(unknown)] == ["abort"]
@@ -227,10 +230,10 @@ async def test_an_abort_while_there_is_no_engine_ends_the_request() -> None:
 @run
 async def test_f2_a_request_that_kills_the_engine_ends_with_an_error_and_no_other_does() -> None:
     async with engine(0.002, RestartPolicy(delays=(0.0,))) as client:
-        others = [client.submit([4] * length, PARAMS, 100) for length in range(1, 7)]
+        others = [client.submit(asked([4] * length, 100)) for length in range(1, 7)]
         await anext(others[0])
-        killers = [client.submit([KILL, 4], PARAMS, 3), client.submit([KILL], PARAMS, 3)]
-        late = [client.submit([4] * length, PARAMS, 20) for length in range(7, 20)]
+        killers = [client.submit(asked([KILL, 4], 3)), client.submit(asked([KILL], 3))]
+        late = [client.submit(asked([4] * length, 20)) for length in range(7, 20)]
         for killer in killers:
             [event] = await collect(killer)
             assert (event.finish, event.error) == ("error", "the engine dies whenever it computes this request")
@@ -247,7 +250,7 @@ async def test_f2_a_request_that_kills_the_engine_ends_with_an_error_and_no_othe
 async def test_f4_an_engine_that_stalls_is_killed_and_replaced() -> None:
     async with engine(0.002, RestartPolicy(stall_seconds=0.5), fault=("step-hangs:step=5:life=0",)) as client:
         hung = client._process.pid
-        generation = client.submit([4], PARAMS, 30)
+        generation = client.submit(asked([4], 30))
         assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
         assert gone(hung)
         assert client.metrics.engine_restarts == 1
@@ -256,7 +259,7 @@ async def test_f4_an_engine_that_stalls_is_killed_and_replaced() -> None:
 @run
 async def test_f5_an_engine_that_is_stopped_for_less_than_the_timeout_is_not_replaced() -> None:
     async with engine(0.002, RestartPolicy(stall_seconds=5.0)) as client:
-        generation = client.submit([4], PARAMS, 30)
+        generation = client.submit(asked([4], 30))
         os.kill(client._process.pid, signal.SIGSTOP)
         await asyncio.sleep(0.7)
         os.kill(client._process.pid, signal.SIGCONT)
@@ -267,9 +270,9 @@ async def test_f5_an_engine_that_is_stopped_for_less_than_the_timeout_is_not_rep
 @run
 async def test_f7_a_paused_request_is_neither_a_stall_nor_to_blame_for_what_kills_the_engine() -> None:
     async with engine(policy=RestartPolicy(deaths=9, delays=(0.0,), stall_seconds=0.3)) as client:
-        unread = client.submit([4], PARAMS, 1500)
+        unread = client.submit(asked([4], 1500))
         await until(lambda: unread.paused)
-        tokens_before = tokens(await collect(client.submit([5], PARAMS, 5)))
+        tokens_before = tokens(await collect(client.submit(asked([5], 5))))
         await asyncio.sleep(1)
         assert client.metrics.engine_restarts == 0
         emitted = len(unread.submission.emitted)
@@ -277,7 +280,7 @@ async def test_f7_a_paused_request_is_neither_a_stall_nor_to_blame_for_what_kill
         for death in range(1, 5):
             os.kill(client._process.pid, signal.SIGKILL)
             await until(lambda: client.metrics.engine_restarts == death)  # noqa: B023 - it is awaited at once
-            assert tokens(await collect(client.submit([5], PARAMS, 5))) == tokens_before
+            assert tokens(await collect(client.submit(asked([5], 5)))) == tokens_before
         assert len(unread.submission.emitted) == emitted
         assert tokens(await collect(unread)) == [scripted_token(1 + n) for n in range(1500)]
 
@@ -285,7 +288,7 @@ async def test_f7_a_paused_request_is_neither_a_stall_nor_to_blame_for_what_kill
 @run
 async def test_a_paused_request_can_be_aborted_and_frees_its_blocks() -> None:
     async with engine() as client:
-        unread = client.submit([4], PARAMS, 1500)
+        unread = client.submit(asked([4], 1500))
         await until(lambda: unread.paused)
         unread.abort()
         assert [event.finish for event in await collect(unread)][-1] == "abort"
@@ -299,7 +302,7 @@ async def test_a_paused_request_can_be_aborted_and_frees_its_blocks() -> None:
 @run
 async def test_f18_a_server_that_stands_still_does_not_blame_its_engine() -> None:
     async with engine(0.002, RestartPolicy(stall_seconds=0.3)) as client:
-        generation = client.submit([4], PARAMS, 500)
+        generation = client.submit(asked([4], 500))
         await anext(generation)
         time.sleep(1)
         await asyncio.sleep(0.1)
@@ -311,7 +314,7 @@ async def test_f18_a_server_that_stands_still_does_not_blame_its_engine() -> Non
 @pytest.mark.parametrize("name", ["report-corrupted", "report-doubled", "report-swapped", "engine-exits"])
 async def test_f19_reports_that_suffer_on_their_way_cost_an_engine_but_no_token(name: str) -> None:
     async with engine(0.002, fault=(f"{name}:step=7:life=0",)) as client:
-        generations = [client.submit([4] * length, PARAMS, 30) for length in range(1, 5)]
+        generations = [client.submit(asked([4] * length, 30)) for length in range(1, 5)]
         for length, events in enumerate(await asyncio.gather(*map(collect, generations)), 1):
             assert tokens(events) == [scripted_token(length + n) for n in range(30)]
         assert client.metrics.engine_restarts == 1
@@ -321,7 +324,7 @@ async def test_f19_reports_that_suffer_on_their_way_cost_an_engine_but_no_token(
 async def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
     async with engine(0.002, RestartPolicy(deaths=3, delays=(0.0,)), fault=("engine-killed:step=3",)) as client:
         with pytest.raises(EngineError, match="again and again") as raised:
-            await collect(client.submit([4], PARAMS, 500))
+            await collect(client.submit(asked([4], 500)))
         assert raised.value.exit_code == 70
         assert client.metrics.engine_restarts == 2
 
@@ -341,7 +344,7 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
     command = [sys.executable, "-c", once]
     client = await EngineClient.start(EngineConfig(model="scripted"), command=command, policy=policy)
     try:
-        generation = client.submit([4], PARAMS, 2000)
+        generation = client.submit(asked([4], 2000))
         os.kill(client._process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="exit code 1, again and again"):
             await collect(generation)
@@ -352,7 +355,7 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 @run
 async def test_a_client_that_is_closed_while_its_engine_restarts_leaves_no_process_behind() -> None:
     async with engine(0.002, RestartPolicy(delays=(60.0,))) as client:
-        generation = client.submit([4], PARAMS, 2000)
+        generation = client.submit(asked([4], 2000))
         os.kill(client._process.pid, signal.SIGKILL)
         await until(lambda: client.restarting)
     with pytest.raises(EngineError, match="shut down"):
@@ -397,13 +400,13 @@ async def test_a_start_that_is_cancelled_leaves_no_process_behind(tmp_path: Path
 async def test_at_rest_every_request_is_accounted_for() -> None:
     metrics = Metrics()
     client = await EngineClient.start(EngineConfig(model="scripted"), command=command(0.001), metrics=metrics)
-    await asyncio.gather(*(collect(client.submit([4] * 20, PARAMS, 5)) for _ in range(12)))
-    aborted = client.submit([4], PARAMS, 1000)
+    await asyncio.gather(*(collect(client.submit(asked([4] * 20, 5))) for _ in range(12)))
+    aborted = client.submit(asked([4], 1000))
     await anext(aborted)
     assert (metrics.running, metrics.waiting) == (1, 0)
     aborted.abort()
     await collect(aborted)
-    lost = client.submit([4], PARAMS, 1000)
+    lost = client.submit(asked([4], 1000))
     await anext(lost)
     await client.close()
     assert metrics.finished == {"stop": 0, "length": 12, "abort": 1, "error": 1, "timeout": 0}
