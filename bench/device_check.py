@@ -238,7 +238,7 @@ class Check:
     def build(self) -> dict[str, Any]:
         """The model with random weights, made on the device."""
         sizes, workspaces = self.sizes, Workspaces()
-        formats = replace(Formats.of(2, panels=False, threads=0), gate_in_place=False, workspaces=workspaces)
+        formats = Formats(2, 2, 2, threads=0, gate_in_place=False, workspaces=workspaces)
         self.ledger = MemoryLedger(plan_memory(sizes.config, formats, sizes.limits, 1 << 50))
         kept: list[KVStore] = []
 
@@ -298,7 +298,7 @@ class Check:
             seconds, name = statistics.median(self.steps(rows, context)), f"{rows} x {context}, {path}"
             found[f"{name}, ms"] = 1000 * seconds
             for device, what in ((self.measured(), "measured read"), (DEVICES["h200"], "data sheet's bound")):
-                bound = decode_seconds(self.sizes.config, Formats.of(2, panels=False), device, rows, context)
+                bound = decode_seconds(self.sizes.config, Formats(2, 2, 2), device, rows, context)
                 found[f"{name}, share of the {what}"] = bound / seconds
         return found
 
@@ -329,7 +329,7 @@ class Check:
 
     def prefilled(self, path: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        rate = prefill_rate(self.sizes.config, Formats.of(2, panels=False), self.measured())
+        rate = prefill_rate(self.sizes.config, Formats(2, 2, 2), self.measured())
         for tokens in self.sizes.prompts:
             seconds = self.timed(lambda tokens=tokens: self.prompt(tokens))
             found[f"{tokens} tokens, {path}, ms"] = 1000 * seconds

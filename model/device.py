@@ -7,7 +7,6 @@ a buffer out again only after the copies that read it; copies to the host run be
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,15 +92,6 @@ class Fence:
             self._event.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Tensors on their way to the host."""
-
-    tensors: tuple[Tensor, ...]
-    """On the host; their contents are not to be read before `fence` is passed."""
-    fence: Fence
-
-
 class Lander:
     """Copies results to the host on a stream of its own, so that the next step does not wait for them."""
 
@@ -111,15 +101,18 @@ class Lander:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def land(self, tensors: tuple[Tensor, ...]) -> Landing:
-        """Queue copies of tensors as they will be once the device has done what is queued now."""
+    def land(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Fence]:
+        """Queue copies of tensors as they will be once the device has done what is queued now.
+
+        Returns them on the host, and the fence before which their contents are not to be read.
+        """
         fence = Fence(self._device)
         if self._stream is None:
-            return Landing(tensors, fence)
+            return tensors, fence
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             landed = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
             fence.set()
         for tensor in tensors:  # whoever frees one must not have its memory given out before it is copied
             tensor.record_stream(self._stream)
-        return Landing(landed, fence)
+        return landed, fence

@@ -10,7 +10,7 @@ so nothing is allocated, what is computed stays in a processor's cache, and a ro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -45,9 +45,7 @@ class RowScratch:
     @classmethod
     def of(cls, arena: ActivationArena, vocabulary: int) -> Self:
         """Name the areas, which of a divided vocabulary are a little wider."""
-        return cls(
-            *(arena.view(name, 1)[0, :vocabulary] for name in ("probabilities", "ranked", "keys", "flags", "logprobs"))
-        )
+        return cls(*(arena.view(area.name, 1)[0, :vocabulary] for area in fields(cls)))
 
     @property
     def half_ranked(self) -> Tensor:

@@ -69,11 +69,6 @@ class Formats:
     workspaces: Workspaces | None = None
     """What libraries are given to work in on a GPU; None on a CPU."""
 
-    @classmethod
-    def of(cls, element_bytes: int, *, panels: bool, threads: int = 1) -> "Formats":
-        """One type of number for everything but quantised weights, on one device: what this version serves."""
-        return cls(element_bytes, element_bytes, element_bytes, panels, threads)
-
 
 def plan_memory(config: ModelConfig, formats: Formats, limits: RunnerLimits, budget: int) -> MemoryPlan:
     """Plan the three buckets of one device.

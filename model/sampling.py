@@ -53,10 +53,10 @@ class Sampled:
     def to_host(self, lander: Lander) -> tuple["Sampled", Fence]:
         """Queue copies to the host. They are complete once the fence is passed."""
         parts = [(report.logprob, report.rank, report.top_ids, report.top_logprobs) for report in self.reports]
-        landing = lander.land((self.tokens, self.failed, *(tensor for part in parts for tensor in part)))
-        tokens, failed, *rest = landing.tensors
+        tensors = (self.tokens, self.failed, *(tensor for part in parts for tensor in part))
+        (tokens, failed, *rest), fence = lander.land(tensors)
         reports = (Report(report.row, *rest[4 * number : 4 * number + 4]) for number, report in enumerate(self.reports))
-        return Sampled(tokens, failed, tuple(reports)), landing.fence
+        return Sampled(tokens, failed, tuple(reports)), fence
 
     def results(self) -> list[RowResult]:
         """Return one result per row. Waits for the device unless called on the completed `to_host`."""

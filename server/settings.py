@@ -161,12 +161,7 @@ SETTINGS = (
     Setting("send_timeout", HTTP, seconds, 30.0, "How long a client may not read what it is sent.", "SECONDS"),
     Setting("max_connections", HTTP, count(1, 1 << 20), 2048, "Connections open at a time; more get 503.", "N"),
     Setting(
-        "log_level",
-        HTTP,
-        word,
-        "info",
-        "Least severe messages to log.",
-        choices=("debug", "info", "warning", "error"),
+        "log_level", HTTP, word, "info", "Least severe messages to log.", choices=("debug", "info", "warning", "error")
     ),
     Setting("log_format", HTTP, word, "text", "Lines for people, or a JSON object each.", choices=("text", "json")),
     Setting(

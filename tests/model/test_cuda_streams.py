@@ -121,11 +121,11 @@ def test_a_step_is_warmed_up_and_captured_on_a_stream_of_its_own_in_one_pool(cud
 
 
 def test_results_are_copied_beside_the_next_step_and_only_their_event_is_waited_for(cuda: NotedCuda) -> None:
-    landing = Lander(GPU).land((DeviceTensor(cuda), DeviceTensor(cuda)))  # type: ignore[arg-type]
-    assert landing.tensors == ("copied", "copied")
+    landed, fence = Lander(GPU).land((DeviceTensor(cuda), DeviceTensor(cuda)))  # type: ignore[arg-type]
+    assert landed == ("copied", "copied")
     queued = ["side: wait for main", "side: copy", "side: copy", "side: event", "kept for side", "kept for side"]
     assert cuda.log == queued
-    landing.fence.wait()
+    fence.wait()
     assert cuda.log == [*queued, "host: wait for event"]
 
 

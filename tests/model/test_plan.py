@@ -31,7 +31,7 @@ from octavo.model.weights.lookup import find_config
 from octavo.model.workspaces import Workspaces
 
 LLAMA_70B = find_config("llama-3-70b")
-HALF = Formats.of(2, panels=False)
+HALF = Formats(2, 2, 2)
 
 
 def test_the_published_figures_of_llama_3_70b_come_out_to_the_unit() -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 from unittest import mock
@@ -140,8 +140,8 @@ def emulated_gpu(capture: Callable[[Emulation], Callable[..., Any]]) -> Iterator
 
 
 def gpu_formats(workspaces: Workspaces = SMALL_WORKSPACES, *, fp8: bool = False, ranks: int = 1) -> Formats:
-    sizes = {"matrices": 1 if fp8 else 2, "cache": 1 if workspaces.fp8_cache else 2, "ranks": ranks}
-    return replace(Formats.of(2, panels=False), **sizes, gate_in_place=False, workspaces=workspaces)
+    matrices, cache = 1 if fp8 else 2, 1 if workspaces.fp8_cache else 2
+    return Formats(2, matrices, cache, ranks=ranks, gate_in_place=False, workspaces=workspaces)
 
 
 def build_on_gpu(

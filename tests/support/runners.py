@@ -28,7 +28,8 @@ def cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 def formats_of(kernels: Kernels, dtype: torch.dtype) -> Formats:
     """How these kernels keep numbers of this dtype."""
-    return Formats.of(dtype.itemsize, panels=kernels.panels, threads=kernels.threads)
+    size = dtype.itemsize
+    return Formats(size, size, size, panels=kernels.panels, threads=kernels.threads)
 
 
 def build(
