@@ -1,8 +1,6 @@
 """The HTTP application: routes, and one place where every error becomes an answer."""
 
 import logging
-import re
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
 from octavo.server.access import AccessRules, Authentication, check_host
-from octavo.server.errors import APIError, answer, internal_error, is_messages
-from octavo.server.gate import Gate
+from octavo.server.errors import APIError, answer, internal_error
+from octavo.server.gate import Gate, Judge, identify, lookout
 from octavo.server.generate import add_generation_routes
 from octavo.server.health import add_health_routes
 from octavo.server.inspection import add_inspection_routes
@@ -29,11 +27,12 @@ from octavo.server.service import Service
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
 
 def create_app(service: Service, rules: AccessRules | None = None, origins: Sequence[str] = ()) -> FastAPI:
-    """Make the application around a running engine. `origins`: web pages whose scripts may call it."""
+    """Make the application around a running engine. `origins`: web pages whose scripts may call it.
+
+    Its `state.sight` is for the wire: what can be refused without the application.
+    """
     app = bare_app(service.client.metrics, rules, origins)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     add_generation_routes(app, service)
@@ -43,7 +42,9 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     add_inspection_routes(app, service)
     add_responses_route(app, service)
     add_messages_routes(app, service)
-    _add_queue_check(app, service)
+    judges = [check_host, Authentication(rules or AccessRules()).check, _add_queue_check(app, service)]
+    # What pages are told beside an error is the application's to say.
+    app.state.sight = lookout([] if origins else judges, service.client.metrics.responded)
     return app
 
 
@@ -96,10 +97,11 @@ def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
         return PlainTextResponse(metrics.exposition(), media_type=CONTENT_TYPE)
 
 
-def _add_queue_check(app: FastAPI, service: Service) -> None:
+def _add_queue_check(app: FastAPI, service: Service) -> Judge:
     """Refuse to generate where not even one more request could wait, before anything is made of what was sent.
 
-    What depends on a request, such as the room that its tokens or its choices need, is judged once that is known.
+    Returns what judges that, unless the server is draining. What depends on a request, such as the room that its tokens
+    or its choices need, is judged once that is known.
     """
     paths = {route.path for route in app.routes if isinstance(route, APIRoute) and "generate" in route.tags}
 
@@ -108,6 +110,7 @@ def _add_queue_check(app: FastAPI, service: Service) -> None:
             service.admit(1)
 
     app.user_middleware.append(Middleware(Gate, judge=check))  # within those that ask who it is
+    return lambda scope: None if service.draining else check(scope)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -136,11 +139,7 @@ class RequestContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        identity = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = identity
+        identification = identify(scope)
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -148,24 +147,13 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 started = True
                 self._responded(message["status"])
-                names = (b"x-request-id", b"request-id") if is_messages(scope["path"]) else (b"x-request-id",)
-                message["headers"] = [*message["headers"], *((name, identity.encode()) for name in names)]
+                message["headers"] = [*message["headers"], *identification]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            log.exception("request %s failed", identity)
+            log.exception("request %s failed", scope["state"]["request_id"])
             if started:
                 raise
             await answer(internal_error(), scope)(scope, receive, send_with_id)
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own id where it is harmless, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            given = value.decode("latin-1")
-            if REQUEST_ID.fullmatch(given):
-                return str(given)
-    return uuid.uuid4().hex

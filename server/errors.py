@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+import msgspec
+from starlette.responses import Response
 
 MESSAGES = "/v1/messages"
 """Where, and below which, errors have Anthropic's shape."""
@@ -136,12 +137,13 @@ def is_messages(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
-def answer(error: APIError, scope: Mapping[str, Any]) -> JSONResponse:
+def answer(error: APIError, scope: Mapping[str, Any]) -> Response:
     """The response that says so, in the shape of the API that was called, as far as that is known."""
-    if not is_messages(scope.get("path", "")):
-        return JSONResponse(error.envelope(), error.status, error.headers)
-    body = error.messages_envelope() | {"request_id": scope.get("state", {}).get("request_id")}
-    return JSONResponse(body, OVERLOADED if error.status == 503 else error.status, error.headers)
+    body, status = error.envelope(), error.status
+    if is_messages(scope.get("path", "")):
+        body = error.messages_envelope() | {"request_id": scope.get("state", {}).get("request_id")}
+        status = OVERLOADED if status == 503 else status
+    return Response(msgspec.json.encode(body), status, error.headers, "application/json")
 
 
 def queue_timed_out() -> APIError:

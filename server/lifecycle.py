@@ -115,7 +115,8 @@ class Daemon:
     async def _listening(self) -> AsyncIterator[HTTPServer]:
         """Answer HTTP while the block runs. Raises BindError."""
         settings = self._settings.server
-        server = HTTPServer(Page(self._entrance) if settings.page else self._entrance, settings, self._listener)
+        app = Page(self._entrance) if settings.page else self._entrance
+        server = HTTPServer(app, self._entrance.sight, settings, self._listener)
         await server.listen()
         _log.info("listening on %s; until the model is loaded, requests are answered with 503", server.url)
         try:

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.server.settings import ServerSettings, SettingsError
-from octavo.server.wire import GuardedProtocol
+from octavo.server.wire import GuardedProtocol, Sight
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common proxies drop an idle connection: they should be the ones to close it."""
@@ -71,8 +71,8 @@ def check_certificate(settings: ServerSettings) -> None:
 class HTTPServer(uvicorn.Server):
     """uvicorn in the background, and the signals are the daemon's."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, listener: socket.socket) -> None:
-        super().__init__(_configuration(app, settings))
+    def __init__(self, app: ASGIApp, sight: Sight, settings: ServerSettings, listener: socket.socket) -> None:
+        super().__init__(_configuration(app, sight, settings))
         self._settings = settings
         self._listener = listener
         host, port = listener.getsockname()[:2]
@@ -107,12 +107,12 @@ class HTTPServer(uvicorn.Server):
         yield
 
 
-def _configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+def _configuration(app: ASGIApp, sight: Sight, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
         lifespan="off",
-        http=partial(GuardedProtocol, settings=settings),  # type: ignore[arg-type]
+        http=partial(GuardedProtocol, settings=settings, sight=sight),  # type: ignore[arg-type]
         ws="none",
         server_header=False,
         ssl_certfile=settings.ssl_certfile,

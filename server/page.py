@@ -22,7 +22,7 @@ class Page:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
-        asked = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        asked = scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
         await (self._response if asked else self._app)(scope, receive, send)
 
 

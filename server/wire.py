@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.responses import Response
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.errors import APIError, answer
 from octavo.server.settings import ServerSettings
@@ -12,6 +14,9 @@ from octavo.server.settings import ServerSettings
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 MAX_HEADERS = 100
+
+Sight = Callable[[Scope], Response | None]
+"""Returns the answer to a request of which nothing but the head is needed to refuse it, or None."""
 
 
 class _TooLargeError(Exception):
@@ -78,10 +83,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer(APIError(431, message) if self._too_large else APIError(400, msg))
 
     def _answer(self, error: APIError) -> None:
-        body = bytes(answer(error, self.scope or {}).body)
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self._write(answer(error, self.scope or {}), last=True)
         self.transport.close()
+
+    def _write(self, response: Response, *, last: bool) -> None:
+        """Send an answer. `last`: the connection is closed after it."""
+        headers = self.server_state.default_headers + response.raw_headers + [(b"connection", b"close")] * last
+        head = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body))
 
 
 class _Deadline:
@@ -113,14 +122,17 @@ class _Deadline:
 
 
 class GuardedProtocol(BoundedProtocol):
-    """Also ends connections that are too slow, or too many.
+    """Also ends connections that are too slow, or too many, and refuses on sight of a head.
 
     A connection that begins a request must bring it to its end in time: bytes that drip in do not extend the deadline.
     One that does not read is cut off, and its request ends as if the client had left.
     """
 
-    def __init__(self, *arguments: Any, settings: ServerSettings, **options: Any) -> None:
+    def __init__(self, *arguments: Any, settings: ServerSettings, sight: Sight, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._sight = sight
+        self._refused = False
+        """Whether the request was answered on sight while its body is still to come."""
         self._most_connections = settings.max_connections
         self._receiving = _Deadline(self.loop, settings.receive_timeout, self._give_up)
         self._sending = _Deadline(self.loop, settings.send_timeout, self._cut_off)
@@ -150,10 +162,41 @@ class GuardedProtocol(BoundedProtocol):
         super().on_headers_complete()
         self._receiving.start()
 
+    def on_body(self, body: bytes) -> None:
+        """Drop what nobody will read."""
+        if not self._refused:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """All is there."""
         self._receiving.stop()
         super().on_message_complete()
+        if self._refused:
+            self._end_refusal()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Hand on a request whose turn it is, unless it can be refused on sight.
+
+        Not if others wait behind it on its connection, or the client does not read: the application can wait.
+        """
+        if self.transport.is_closing():
+            return
+        response = None if self.pipeline or self.flow.write_paused else self._sight(cast("Scope", cycle.scope))
+        if response is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        cycle.response_started = self._refused = True
+        cycle.on_response = lambda: None  # lets go of the connection
+        self._write(response, last=not cycle.keep_alive)
+        if not cycle.more_body:
+            self._end_refusal()
+
+    def _end_refusal(self) -> None:
+        """Go on once the body has arrived: a connection that is closed before that is reset, and the answer lost."""
+        self._refused, self.cycle.response_complete = False, True
+        if not self.cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     def pause_writing(self) -> None:
         """The client has more to read than the socket takes."""

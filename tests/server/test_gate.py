@@ -1,8 +1,11 @@
 """Refusals on sight of the head: nothing of the body is needed for them, and nothing of it breaks their answers."""
 
+import contextlib
 import json
+import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +14,7 @@ from support.raw import exchange, post, status_of
 from support.story_engine import SLOW
 
 from octavo.scheduler.messages import EngineConfig
+from octavo.server import app as app_module
 from octavo.server import service as service_module
 from octavo.server.access import AccessRules
 
@@ -19,12 +23,21 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/re
 MEGABYTE = 1 << 20
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with full_server(tmp_path_factory.mktemp("full")) as live:
+        yield live
+
+
+@contextlib.contextmanager
+def full_server(directory: Path, **options: object) -> Iterator[Live]:
     """A server with a key that computes the one request it has room for, all the time."""
     config = EngineConfig(model="smollm2", max_num_seqs=1)
-    command = story_command(tmp_path_factory.mktemp("full"), {})
-    with live_server(config, command=command, max_queued_requests=0, rules=AccessRules(("key",))) as live:
+    command, rules = story_command(directory, {}), AccessRules(("key",))
+    with live_server(config, command=command, max_queued_requests=0, rules=rules, **options) as live:
         body = {"model": "smollm2", "prompt": [SLOW], "max_tokens": 2000, "stream": True}
         url = f"{live.url}/v1/completions"
         with httpx.stream("POST", url, json=body, headers=KEY, timeout=60, verify=NO_TLS) as answer:
@@ -40,6 +53,11 @@ def connect(live: Live) -> socket.socket:
 def head(length: int, *headers: str, path: str = "/v1/completions", key: str = "key") -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: a", f"Authorization: Bearer {key}", f"Content-Length: {length}", *headers]
     return "".join(line + "\r\n" for line in (*lines, "Content-Type: application/json", "")).encode()
+
+
+def count(live: Live, metric: str) -> int:
+    lines = httpx.get(f"{live.url}/metrics", headers=KEY).text.splitlines()
+    return int(float(next(line for line in lines if line.startswith(metric)).split()[-1]))
 
 
 def receive_answer(connection: socket.socket) -> tuple[int, dict[str, str], dict]:
@@ -65,7 +83,7 @@ def test_f17_a_full_server_answers_before_the_body_has_come_and_the_connection_g
             assert body["error"]["type"] == "rate_limit_error"
             assert "connection" not in headers
             connection.sendall(b" " * (3 * MEGABYTE - 1))
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        connection.sendall(HEALTH)
         assert receive_answer(connection)[0] == 200
 
 
@@ -88,21 +106,17 @@ def test_a_refusal_to_a_client_that_waits_to_be_told_to_go_on_asks_for_no_body(f
 
 
 def test_a_full_server_does_not_parse_and_counts_what_it_refuses(full: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(metric: str) -> int:
-        lines = httpx.get(f"{full.url}/metrics", headers=KEY).text.splitlines()
-        return int(float(next(line for line in lines if line.startswith(metric)).split()[-1]))
-
     async def read(*_: object) -> None:
         raise AssertionError("read")
 
     monkeypatch.setattr(service_module, "read", read)
     names = ('octavo_admission_rejections_total{reason="queue_full"}', 'octavo_http_responses_total{code="429"}')
-    before = [count(name) for name in names]
+    before = [count(full, name) for name in names]
     for path in GENERATING:
         refused = httpx.post(full.url + path, content=b"no JSON", headers=KEY)
         assert refused.status_code == 429
         assert "The queue is full (0 requests)" in refused.text
-    assert [count(name) - start for name, start in zip(names, before, strict=True)] == [4, 4]
+    assert [count(full, name) - start for name, start in zip(names, before, strict=True)] == [4, 4]
 
 
 def test_a_full_server_asks_for_a_key_first_and_answers_what_computes_nothing(full: Live) -> None:
@@ -112,3 +126,53 @@ def test_a_full_server_asks_for_a_key_first_and_answers_what_computes_nothing(fu
     assert status_of(exchange(full.url, post("/v1/completions", {}).replace(b"Host: localhost", b"Host: a b"))) == 400
     assert httpx.post(f"{full.url}/tokenize", json={"model": "smollm2", "prompt": "a"}, headers=KEY).status_code == 200
     assert httpx.get(f"{full.url}/health").status_code == 200
+
+
+def test_the_application_does_not_hear_of_what_is_refused(full: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hear(*_: object) -> None:
+        raise AssertionError("heard")
+
+    monkeypatch.setattr(app_module.RequestContext, "__call__", hear)
+    response = httpx.post(f"{full.url}/v1/completions", content=b"x", headers=KEY)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH])
+def test_refusals_in_a_row_are_all_answered_in_the_same_way_and_nothing_after_the_last(
+    full: Live, before: bytes
+) -> None:
+    """Behind another request, the application refuses all but the last; without one, the wire refuses."""
+    response = exchange(full.url, before + head(0) * 500 + head(0, "Connection: close") + HEALTH)
+    found = re.findall(rb"HTTP/1\.1 (\d{3}) [^\r]*\r\n(.*?)\r\n\r\n", response, re.DOTALL)
+    assert [int(status) for status, _ in found] == [200] * bool(before) + [429] * 501
+    names = [
+        [line.partition(b":")[0] for line in headers.split(b"\r\n")] for status, headers in found if status == b"429"
+    ]
+    assert {b"date", b"content-length", b"content-type", b"retry-after", b"x-request-id"} <= set(names[0])
+    assert all(sorted(each) == sorted(names[0]) for each in names[:-1])
+    assert sorted(names[-1]) == sorted([*names[0], b"connection"])
+
+
+def test_a_server_that_is_full_and_ends_says_that_it_ends(full: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = 'octavo_admission_rejections_total{reason="draining"}'
+    before = count(full, metric)
+    monkeypatch.setattr(full.service, "draining", True)
+    response = httpx.post(f"{full.url}/v1/completions", content=b"x", headers=KEY)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert count(full, metric) == before + 1
+
+
+def test_a_page_may_read_that_the_queue_is_full(tmp_path: Path) -> None:
+    with full_server(tmp_path, origins=("https://example.org",)) as live:
+        response = httpx.post(f"{live.url}/v1/completions", json={}, headers=KEY | {"Origin": "https://example.org"})
+        assert response.status_code == 429
+        assert response.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_f8_a_body_that_drips_in_after_its_refusal_is_cut_off_without_a_second_answer(tmp_path: Path) -> None:
+    with full_server(tmp_path, receive_timeout=0.5) as live, connect(live) as connection:
+        connection.sendall(head(MEGABYTE) + b"{")
+        assert receive_answer(connection)[0] == 429
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""

@@ -148,17 +148,17 @@ def live_server(
         )
         service.open()
         listener = bind("127.0.0.1", 0)
+        app = create_app(service, rules, origins)
         server = uvicorn.Server(
             uvicorn.Config(
-                create_app(service, rules, origins),
-                http=partial(GuardedProtocol, settings=service.settings),
+                app,
+                http=partial(GuardedProtocol, settings=service.settings, sight=app.state.sight),
                 ws="none",
                 log_level="warning",
                 timeout_graceful_shutdown=2,
                 lifespan="off",
             )
         )
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         box.update(live=Live(url, service, asyncio.get_running_loop()), server=server)
         started.set()
