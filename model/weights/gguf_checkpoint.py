@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from octavo.model.kernels.packing import QUANTISED
 from octavo.model.weights.configuration import gguf_config
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
@@ -57,4 +57,22 @@ def _decode(data: npt.NDArray[np.uint8], kind: str) -> Tensor:
     """Bytes of rows, [rows, bytes], as numbers, [rows, columns]."""
     if kind in FLOATS:
         return torch.from_numpy(np.array(data)).view(FLOATS[kind])
+    if kind in ("Q4_0", "Q4_1", "Q8_0"):
+        return _widen(torch.from_numpy(np.array(data)), kind)
+    import gguf  # noqa: PLC0415 - not needed for most files, and slower
+
     return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+
+
+def _widen(data: Tensor, kind: str) -> Tensor:
+    """Blocks of 32 numbers, uint8 [rows, bytes], as float32 [rows, columns]: integer * scale, and + offset in Q4_1.
+
+    Layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every product is exact.
+    """
+    blocks, head = data.view(len(data), -1, QUANTISED[kind][1]), 4 if kind == "Q4_1" else 2
+    scales, integers = blocks[..., :head].view(torch.float16).float(), blocks[..., head:]
+    if kind == "Q8_0":
+        return (integers.view(torch.int8) * scales).flatten(1)
+    integers = torch.cat((integers & 15, integers >> 4), dim=-1)
+    widened = integers * scales[..., :1] + scales[..., 1:] if kind == "Q4_1" else (integers.char() - 8) * scales
+    return widened.flatten(1)
