@@ -42,14 +42,9 @@ class ToolWriter(ChatWriter):
 
 
 def _part(piece: Piece) -> dict[str, Any]:
-    """What a delta of the stream holds."""
+    """What a delta of the stream holds: content, a call that begins, or more of its arguments."""
     if isinstance(piece, str):
         return {"content": piece}
-    return {"tool_calls": [_call(piece)]}
-
-
-def _call(piece: CallDelta) -> dict[str, Any]:
-    if piece.id is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    begun = {} if piece.id is None else {"id": piece.id, "type": "function"}
+    name = {} if piece.name is None else {"name": piece.name}
+    return {"tool_calls": [{"index": piece.index, **begun, "function": {**name, "arguments": piece.arguments}}]}
