@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.kvcache.layout import SCALES
 from octavo.model.config import ModelConfig
 from octavo.model.matrices import BlockMatrices, FusedMatrix, block_matrices, vocabulary_matrices
-from octavo.model.weights.configuration import read_config
+from octavo.model.weights.configuration import gguf_config, read_config
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.gguf_file import GGUFFile
 from octavo.model.weights.gguf_names import hugging_face_name
@@ -39,7 +39,9 @@ def check_headers(path: Path, load_format: str) -> None:
             return
         shapes, files = directory_headers(path, config)
     else:
-        shapes = {hugging_face_name(name): tensor.shape for name, tensor in GGUFFile(path).tensors.items()}
+        file = GGUFFile(path)
+        config = gguf_config(file)
+        shapes = {hugging_face_name(name): tensor.shape for name, tensor in file.tensors.items()}
     check_shapes(path, files, shapes, stored_shapes(config), tied=config.tied_embeddings)
 
 
