@@ -52,7 +52,10 @@ class EngineProcess:
         """
         engine = cls(spawned.process, hear_report, hear_loading)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: engine._link, sock=spawned.connection)
+            connecting = asyncio.get_running_loop().create_unix_connection(
+                lambda: engine._link, sock=spawned.connection
+            )
+            await asyncio.shield(connecting)  # uvloop would leave a transport that is neither open nor lost
             engine.send(config)
             engine.ready = await engine._readiness()
         except BaseException:
