@@ -29,7 +29,7 @@ help:
 	@echo "make format         format the source"
 	@echo "make install        create $(VENV) with $(BIN)/octavo in it"
 	@echo "make bench          measure how decoding scales from one stream to eight"
-	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (ten minutes or more)"
+	@echo "make invariance     compare, bit for bit, 500 requests under a dozen conditions (half an hour for each of two dtypes)"
 	@echo "make soak           serve a million requests in virtual time and 20,000 over sockets, with faults (an hour)"
 	@echo "make fuzz           search for bytes that a reader of files, frames or requests cannot take (ten minutes each)"
 	@echo "make fuzz-api       send 3,000 requests made from the OpenAPI document (the suite sends 150)"
