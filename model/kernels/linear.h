@@ -5,7 +5,7 @@
 //             together, as vdpbf16ps and AMX tiles want them (a tile is 16 k-pairs x 16 columns, 256 bytes apart).
 //   float32:  [panel][k][64].
 // Either way it is a transposed matrix of 32-bit words. Quantised weights lie in panels as well (quantised.h); a panel is
-// expanded into one of these two orders in the memory of the thread that multiplies with it.
+// expanded into one of these two orders in the memory of the thread that multiplies with it, but for few rows on AMX.
 //
 // Every output is summed in one float32 accumulator (an AMX tile element is one too) over ascending k, whatever the
 // number of rows and threads. That makes the kernels batch-invariant: a row's bits do not depend on its neighbours.

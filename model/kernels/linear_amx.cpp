@@ -4,8 +4,6 @@
 // variants: amx_bf16
 #include <immintrin.h>
 
-#include <atomic>
-
 #include "linear.h"
 
 namespace {
@@ -81,8 +79,9 @@ struct Numbers {
 };
 
 // Few rows of x as columns of tiles, for products with W on the left: for each 32 k one tile of up to 16 rows or two,
-// [k / 2][16][2]. A single row has this order by itself. Every thread makes its own copy, once for the call of this number:
-// what another core has just written is slow to read, and x is smaller than its tiles.
+// [k / 2][16][2]. A single row has this order by itself. Every thread makes its own copy, once for the call of this number
+// and where it would else expand a panel, which takes twice the room: what another core has just written is slow to read,
+// and x is smaller than its tiles.
 struct Columns {
     const bf16* pairs;
     int64_t tiles = 1, stride = 4;  // stride: bytes from a pair of k to the next
@@ -317,8 +316,8 @@ OCTAVO_KERNEL(linear_bf16)
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
     const bool few = rows <= 2 * tile_rows;
     if (few && linear->kind != Kind::numbers) {
-        static std::atomic<int64_t> calls{0};
-        const int64_t number = ++calls;
+        static int64_t calls = 0;
+        const int64_t number = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
         for_each_part(call, true, [&](int64_t, int64_t, int64_t panel) { compute_few(call, Columns(call, number), panel); });
         return;
     }
