@@ -7,7 +7,6 @@ the client's choice decides nothing.
 import hmac
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 
 from starlette.types import Scope
@@ -15,17 +14,6 @@ from starlette.types import Scope
 from octavo.server.errors import APIError
 
 HOST = re.compile(rb"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-
-
-@dataclass(frozen=True, slots=True)
-class AccessRules:
-    """What the operator wants. Without any key, everybody may ask for everything."""
-
-    keys: tuple[str, ...] = ()
-    metrics_open: bool = False
-    """Whether /metrics needs no key."""
-    metrics_key: str | None = None
-    """A key for /metrics alone."""
 
 
 def check_host(scope: Scope) -> None:
@@ -36,13 +24,14 @@ def check_host(scope: Scope) -> None:
         raise APIError(400, "The request needs exactly one Host header, with a host and perhaps a port.")
 
 
-class Authentication:
-    """Asks for a key on every path but /health and those below it."""
+class AccessRules:
+    """Asks for a key on every path but /health and those below it. Without any key, all may ask for everything."""
 
-    def __init__(self, rules: AccessRules) -> None:
-        self._keys = _digests(rules.keys)
-        self._metrics_keys = self._keys + _digests((rules.metrics_key,) if rules.metrics_key else ())
-        self._metrics_open = rules.metrics_open
+    def __init__(self, keys: Iterable[str] = (), *, metrics_open: bool = False, metrics_key: str | None = None) -> None:
+        """`metrics_open`: whether /metrics needs no key. `metrics_key`: a key for /metrics alone."""
+        self._keys = _digests(keys)
+        self._metrics_keys = self._keys + _digests((metrics_key,) if metrics_key else ())
+        self._metrics_open = metrics_open
 
     def check(self, scope: Scope) -> None:
         """Raise 401 for a request without the key that it needs."""

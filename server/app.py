@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import __version__
-from octavo.server.access import AccessRules, Authentication, check_host
+from octavo.server.access import AccessRules, check_host
 from octavo.server.errors import APIError, answer, internal_error
 from octavo.server.gate import Gate, Judge, identify, lookout
 from octavo.server.generate import add_generation_routes
@@ -42,7 +42,7 @@ def create_app(service: Service, rules: AccessRules | None = None, origins: Sequ
     add_inspection_routes(app, service)
     add_responses_route(app, service)
     add_messages_routes(app, service)
-    judges = [check_host, Authentication(rules or AccessRules()).check, _add_queue_check(app, service)]
+    judges = [check_host, (rules or AccessRules()).check, _add_queue_check(app, service)]
     # What pages are told beside an error is the application's to say.
     app.state.sight = lookout([] if origins else judges, service.client.metrics.responded)
     return app
@@ -55,7 +55,7 @@ def bare_app(metrics: Metrics, rules: AccessRules | None, origins: Sequence[str]
     app.add_exception_handler(APIError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     # Each layer wraps those added before it.
-    app.add_middleware(Gate, judge=Authentication(rules or AccessRules()).check)
+    app.add_middleware(Gate, judge=(rules or AccessRules()).check)
     if origins:  # outside of the keys: a browser asks whether it may send one before it sends it
         app.add_middleware(
             CORSMiddleware,

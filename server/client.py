@@ -152,7 +152,7 @@ class EngineClient:
             del self._live[event.request]
             self._sent.discard(event.request)
         generation.deliver(event)
-        if self._obituary.trying and self._obituary.acquit(generation):
+        if self._obituary.acquit(generation):
             self._send_due()
 
     def _send_due(self) -> None:

@@ -34,7 +34,8 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         self._room = room
         self._emitted: list[int] = []
         self._scored = 0
-        self._announced = False
+        self.begun = False
+        """Whether an engine has computed anything of it."""
         self._events: list[TokenEvent] = []
         self._arrived = asyncio.Event()
         self._finished = False
@@ -60,18 +61,13 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         return events
 
     @property
-    def begun(self) -> bool:
-        """Whether an engine has computed anything of it."""
-        return self._announced
-
-    @property
     def submission(self) -> Submission:
         """The request as an engine must be told of it now: with all that has been delivered."""
         return msgspec.structs.replace(
             self._submission,
             emitted=tuple(self._emitted),
             scored=self._scored,
-            announced=self._announced,
+            announced=self.begun,
             paused=self.paused,
         )
 
@@ -97,7 +93,7 @@ class Generation(AsyncIterator[tuple[TokenEvent, ...]]):
         if event.token is not None:
             self._emitted.append(event.token)
         self._scored += len(event.prompt_logprobs)
-        self._announced |= event.first
+        self.begun |= event.first
         self.progressed = True
         self._events.append(event)
         self._finished = event.finish is not None

@@ -137,12 +137,8 @@ def _info(service: Service) -> dict[str, Any]:
         "device": ready.device,
         "model": _model(service),
         "limits": {
-            "max_model_len": ready.max_model_len,
-            "max_num_seqs": ready.max_num_seqs,
-            "max_num_batched_tokens": ready.max_num_batched_tokens,
-            "max_queued_requests": service.settings.max_queued_requests,
-            "max_queued_tokens": service.settings.max_queued_tokens,
-            "max_body_bytes": service.settings.max_body_bytes,
+            **_fields(ready, "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+            **_fields(service.settings, "max_queued_requests", "max_queued_tokens", "max_body_bytes"),
             "n": protocol.MAX_CHOICES,
             "prompts": protocol.MAX_PROMPTS,
             "logprobs": protocol.MAX_LOGPROBS,
@@ -159,19 +155,10 @@ def _model(service: Service) -> dict[str, Any]:
     return {
         "id": service.names[0],
         "aliases": list(service.names[1:]),
-        "architecture": ready.architecture,
-        "parameters": ready.parameters,
-        "vocabulary": ready.vocabulary,
-        "dtype": ready.dtype,
-        "kernels": ready.kernels,
+        **_fields(ready, "architecture", "parameters", "vocabulary", "dtype", "kernels", "batch_invariant"),
         "fingerprint": service.fingerprint,
-        "batch_invariant": ready.batch_invariant,
         "chat": service.template is not None,
-        "layers": config.layers,
-        "width": config.width,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
+        **_fields(config, "layers", "width", "heads", "kv_heads", "head_dim"),
         "block": [asdict(matrix) | {"parameters": matrix.parameters} for matrix in matrices(config)],
     }
 
@@ -180,9 +167,7 @@ def _memory(service: Service) -> dict[str, Any]:
     ready, stats = service.client.ready, service.client.metrics.stats
     return {
         "budget": ready.memory_budget,
-        "buckets": [
-            {"bucket": line.bucket, "planned": line.planned, "allocated": line.allocated} for line in ready.memory
-        ],
+        "buckets": [_fields(line, "bucket", "planned", "allocated") for line in ready.memory],
         "kv": {
             "block_size": ready.block_size,
             "bytes_per_token": ready.kv_bytes_per_token,
@@ -192,3 +177,7 @@ def _memory(service: Service) -> dict[str, Any]:
             "free": stats.blocks_free,
         },
     }
+
+
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}

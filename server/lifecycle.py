@@ -63,7 +63,8 @@ class Daemon:
         self._command = command
         self._spawned = spawned
         server = settings.server
-        rules = AccessRules(server.api_key + server.api_key_file, server.metrics_open, server.metrics_key)
+        keys = server.api_key + server.api_key_file
+        rules = AccessRules(keys, metrics_open=server.metrics_open, metrics_key=server.metrics_key)
         self._metrics = Metrics(model=server.served_model_name[0])
         self._metrics.observers.append(log_request)
         self._tracing = _start_tracing(server.otlp_traces_endpoint, self._metrics)

@@ -15,7 +15,7 @@ import msgspec
 from octavo.server.template import ChatTemplate, TemplateError, TemplateRequestError
 from octavo.server.template_worker import Conversation, Rendered, Source
 from octavo.server.tokenizer import Tokenizer
-from octavo.server.workers import WorkerDiedError, WorkerPool, WorkerTimeoutError, environment
+from octavo.server.workers import WorkerError, WorkerPool, environment
 
 WORKER_COMMAND = (sys.executable, "-m", "octavo.server.template_worker")
 RENDER_SECONDS = 10.0
@@ -72,10 +72,8 @@ class Renderer:
         """Return the prompt for what `conversation` made. Raises TemplateRequestError or APIError (429)."""
         try:
             answer = msgspec.json.decode(await self._pool.ask(question, RENDER_SECONDS), type=Rendered)
-        except WorkerTimeoutError:
-            raise TemplateRequestError(f"it takes more than {RENDER_SECONDS:g} s") from None
-        except WorkerDiedError:
-            raise TemplateRequestError("it takes too much memory") from None
+        except WorkerError as error:
+            raise TemplateRequestError(str(error)) from None
         if answer.error:
             raise TemplateRequestError(answer.error)
         return answer.text

@@ -45,11 +45,6 @@ class Obituary(Generic[Request]):
         """Engines that have died during the trial of the first of them."""
 
     @property
-    def trying(self) -> bool:
-        """Whether there are suspects."""
-        return bool(self._suspects)
-
-    @property
     def repeated(self) -> bool:
         """Whether engines have died more than once lately."""
         return len(self._deaths) > 1
@@ -86,7 +81,7 @@ class Obituary(Generic[Request]):
 
     def acquit(self, request: Request) -> bool:
         """It got on, or is gone. Returns whether it was the one being tried."""
-        tried = bool(self._suspects) and self._suspects[0] == request
+        tried = self.suspect == request
         if request in self._suspects:
             self._suspects.remove(request)
         if tried:

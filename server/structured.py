@@ -18,7 +18,7 @@ from octavo.scheduler.messages import Ready, Vocabulary
 from octavo.server.errors import invalid
 from octavo.server.grammar_worker import Kind, Trial, Verdict
 from octavo.server.tokenizer import Tokenizer
-from octavo.server.workers import WorkerDiedError, WorkerPool, WorkerTimeoutError
+from octavo.server.workers import WorkerError, WorkerPool
 
 WORKER_COMMAND = (sys.executable, "-m", "octavo.server.grammar_worker")
 WORKER_SECONDS = 5.0
@@ -213,10 +213,8 @@ class GrammarCompiler:
     async def _try(self, trial: Trial) -> Verdict:
         try:
             answer = await self.pool.ask(msgspec.json.encode(trial), WORKER_SECONDS)
-        except WorkerTimeoutError:
-            return Verdict(error=f"it is too complex: compiling it takes more than {WORKER_SECONDS:g} s")
-        except WorkerDiedError:
-            return Verdict(error="it is too complex: compiling it takes too much memory")
+        except WorkerError as error:
+            return Verdict(error=f"it is too complex: compiling {error}")
         return msgspec.json.decode(answer, type=Verdict)
 
     def _keep(self, key: tuple[Kind, str], verdict: Verdict) -> None:

@@ -20,12 +20,8 @@ START_SECONDS = 60.0
 """How long a worker may take until it can be asked: a busy machine must not make a good question look a bad one."""
 
 
-class WorkerTimeoutError(Exception):
-    """A worker took too long and was killed."""
-
-
-class WorkerDiedError(Exception):
-    """A worker ended, or answered more than it may."""
+class WorkerError(Exception):
+    """A worker took too long and was killed, ended by itself, or answered more than it may: one line."""
 
 
 class WorkerPool:
@@ -42,7 +38,7 @@ class WorkerPool:
         self.idle: list[Worker] = []
 
     async def ask(self, question: bytes, seconds: float) -> bytes:
-        """Return the answer to a line. Raises WorkerTimeoutError, WorkerDiedError, or APIError (429) if many wait."""
+        """Return the answer to a line. Raises WorkerError, or APIError (429) if many wait."""
         if self._waiting >= self._max_waiting:
             raise queue_full(f"{self._max_waiting} {self._subject}")
         self._waiting += 1
@@ -57,12 +53,13 @@ class WorkerPool:
         worker = next(alive, None) or await Worker.start(self._command)
         try:
             if not worker.ready:
-                await asyncio.wait_for(worker.open(self._opening), START_SECONDS)
+                await asyncio.wait_for(worker.ask(self._opening), START_SECONDS)
+                worker.ready = True
             return await asyncio.wait_for(worker.ask(question), seconds)
         except TimeoutError:
-            raise WorkerTimeoutError from None
+            raise WorkerError(f"it takes more than {seconds:g} s") from None
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            raise WorkerDiedError from None
+            raise WorkerError("it takes too much memory") from None
         finally:
             if worker.intact:
                 self.idle.append(worker)
@@ -84,7 +81,7 @@ class Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.ready = False
-        """Whether it can be asked."""
+        """Whether it has read its opening, and so can be asked."""
         self.intact = False
         """Whether the last question was answered."""
 
@@ -106,11 +103,6 @@ class Worker:
     def alive(self) -> bool:
         """Whether the process has not ended, as far as is known."""
         return self._process.returncode is None
-
-    async def open(self, opening: bytes) -> None:
-        """Send the first line and wait for the worker to answer it. Raises as `ask` does."""
-        await self.ask(opening)
-        self.ready = True
 
     async def ask(self, question: bytes) -> bytes:
         """Return the answer to a line. Raises OSError or IncompleteReadError where the process has died of it."""

@@ -42,7 +42,7 @@ def test_a_request_that_gets_on_between_two_deaths_is_no_suspect() -> None:
 def test_suspects_are_tried_one_by_one_until_one_is_tried_at_a_death() -> None:
     deaths, _ = obituary()
     deaths.died(["a", "b", "c", "d"], [True, False, False, False], 8)
-    assert not deaths.trying
+    assert deaths.suspect is None
     deaths.died(["a", "b", "c", "d", "new"], [True, False, False, False, False], 8)
     assert deaths.suspect == "b"
     assert not deaths.acquit("d")
@@ -50,7 +50,7 @@ def test_suspects_are_tried_one_by_one_until_one_is_tried_at_a_death() -> None:
     assert deaths.suspect == "c"
     assert deaths.died(["a", "b", "c"], [False, True, False], 8) is None
     assert deaths.died(["c"], [False], 8) == "c"
-    assert not deaths.trying
+    assert deaths.suspect is None
     assert deaths.delay() == 2.0  # the death that was cleared up does not count
 
 
@@ -62,7 +62,7 @@ def test_an_engine_that_dies_during_a_trial_once_proves_nothing() -> None:
     assert deaths.died(["a", "b"], [True, False], 8) is None
     assert deaths.suspect == "b"
     assert deaths.acquit("b")
-    assert not deaths.trying
+    assert deaths.suspect is None
 
 
 def test_requests_that_only_waited_are_not_suspected() -> None:
@@ -70,7 +70,7 @@ def test_requests_that_only_waited_are_not_suspected() -> None:
     deaths.died(["a", "b", "c"], [True, False, False], 2)
     deaths.died(["a", "b", "c"], [True, False, False], 2)
     assert deaths.acquit("b")
-    assert not deaths.trying
+    assert deaths.suspect is None
 
 
 def test_a_failed_start_does_not_clear_anybody() -> None:
