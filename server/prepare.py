@@ -6,7 +6,8 @@ All checks that need the model (its vocabulary, its context) are made before the
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 from octavo.model.philox import choice_seed
 from octavo.model.step import SamplingParams
@@ -16,7 +17,6 @@ from octavo.server.prompts import check_ids, encode_prompt, limit, needed_room, 
 from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from octavo.server.rendering import Renderer
 from octavo.server.restrictions import restrictions
-from octavo.server.sampling_defaults import SamplingDefaults
 from octavo.server.tokenizer import Tokenizer
 
 GREEDY_BELOW = 1e-5
@@ -36,7 +36,8 @@ class GenerationOptions:
 
     max_tokens_policy: str = "auto"
     """What becomes of a max_tokens beyond the context: "strict" refuses it, "clamp" takes it for an upper bound."""
-    defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - it is frozen
+    defaults: SamplingParams = SamplingParams()  # noqa: RUF009 - it is frozen
+    """What holds where a request says nothing."""
 
     def strict(self, endpoint: Literal["completions", "chat"]) -> bool:
         """Whether a max_tokens beyond the context is refused. By default as OpenAI documents the endpoints."""
@@ -45,10 +46,13 @@ class GenerationOptions:
         return self.max_tokens_policy == "strict"
 
 
-class _Server(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Served:
     """What requests are checked against."""
 
     tokenizer: Tokenizer
+    renderer: Renderer | None
+    """None where the model has no chat template."""
     ready: Ready
     options: GenerationOptions
 
@@ -74,64 +78,42 @@ class Prepared:
         return tuple(params.seed for params in self.params) * len(self.prompts)
 
 
-async def prepare_completion(
-    request: CompletionRequest, tokenizer: Tokenizer, ready: Ready, options: GenerationOptions | None = None
-) -> Prepared:
+async def prepare_completion(request: CompletionRequest, served: Served) -> Prepared:
     """Tokenise the prompts and check them against the model. Raises APIError (400)."""
-    options, context = options or GenerationOptions(), ready.max_model_len
-    strict = options.strict("completions")
+    context, strict = served.ready.max_model_len, served.options.strict("completions")
     given = request.max_tokens if "max_tokens" in request.model_fields_set else None
     asked = DEFAULT_MAX_TOKENS if given is None else given
     prompts: list[tuple[int, ...]] = []
     for index, prompt in enumerate(request.prompt):
         where = f"prompt[{index}]" if len(request.prompt) > 1 else "prompt"
-        ids: Sequence[int] = (
-            prompt
-            if not isinstance(prompt, str)
-            else await encode_prompt(
-                prompt,
-                tokenizer,
-                context,
-                "prompt",
-                add_special_tokens=request.add_special_tokens is not False,
-                bounded=request.truncate_prompt_tokens is None,
-            )
-        )
+        ids: Sequence[int]
+        if isinstance(prompt, str):
+            special = request.add_special_tokens is not False
+            ids = await encode_prompt(prompt, request, served.tokenizer, context, add_special_tokens=special)
+        else:
+            ids = prompt
         if not ids:
             raise invalid("prompt", f"Invalid '{where}': it is empty, and this model adds no token of its own.")
-        check_ids(ids, ready.vocabulary, "prompt", where)
+        check_ids(ids, served.ready.vocabulary, "prompt", where)
         prompts.append(tuple(truncate(ids, request, context, needed_room(asked, strict=strict))))
     strict = strict and given is not None  # the default gives way to a long prompt
-    limits = tuple(limit(asked, len(prompt), context, "prompt", strict=strict) for prompt in prompts)
+    limits = tuple(limit(request, asked, context - len(prompt), context, strict=strict) for prompt in prompts)
     echoed = request.logprobs if request.echo else None
-    return _prepared(request, tuple(prompts), limits, (request.logprobs, echoed), _Server(tokenizer, ready, options))
+    return _prepared(request, tuple(prompts), limits, (request.logprobs, echoed), served)
 
 
-async def prepare_chat(
-    request: ChatRequest,
-    tokenizer: Tokenizer,
-    renderer: Renderer | None,
-    ready: Ready,
-    options: GenerationOptions | None = None,
-) -> Prepared:
+async def prepare_chat(request: ChatRequest, served: Served) -> Prepared:
     """Render and tokenise the conversation and check it against the model. Raises APIError (400)."""
-    options, context = options or GenerationOptions(), ready.max_model_len
+    context, strict = served.ready.max_model_len, served.options.strict("chat")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    strict = options.strict("chat")
-    ids = await encode_prompt(
-        await render(request, renderer),
-        tokenizer,
-        context,
-        "messages",
-        add_special_tokens=request.add_special_tokens is True,
-        bounded=request.truncate_prompt_tokens is None,
-    )
+    text, special = await render(request, served.renderer), request.add_special_tokens is True
+    ids = await encode_prompt(text, request, served.tokenizer, context, add_special_tokens=special)
     prompt = tuple(truncate(ids, request, context, needed_room(asked, strict=strict)))
-    most = limit(asked, len(prompt), context, "messages", strict=strict)
+    most = limit(request, asked, context - len(prompt), context, strict=strict)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _prepared(request, (prompt,), (most,), (logprobs, None), _Server(tokenizer, ready, options))
+    return _prepared(request, (prompt,), (most,), (logprobs, None), served)
 
 
 def _prepared(
@@ -139,7 +121,7 @@ def _prepared(
     prompts: tuple[tuple[int, ...], ...],
     limits: tuple[int, ...],
     logprobs: tuple[int | None, int | None],
-    server: _Server,
+    served: Served,
 ) -> Prepared:
     """logprobs: alternatives of each sampled and of each prompt token."""
     if request.prompt_logprobs is not None and request.stream:
@@ -153,35 +135,34 @@ def _prepared(
     minimum = request.min_tokens or 0
     if minimum > min(limits):
         raise invalid("min_tokens", f"'min_tokens' ({minimum}) is above the room for new tokens ({min(limits)}).")
-    params = _sampling_params(request, logprobs, server)
+    params = _sampling_params(request, logprobs, served)
     params_of_choices = tuple(replace(params, seed=choice_seed(seed, i)) for i in range(choices))
     salt = request.cache_salt.encode() if request.cache_salt else b""
     return Prepared(prompts, choices, limits, seed, params_of_choices, salt)
 
 
 def _sampling_params(
-    request: SamplingFields, logprobs: tuple[int | None, int | None], server: _Server
+    request: SamplingFields, logprobs: tuple[int | None, int | None], served: Served
 ) -> SamplingParams:
     """Bring nulls to their defaults and check every token id against the width of the logits. Leaves the seed out."""
-    ready, defaults = server.ready, server.options.defaults
+    vocabulary, given = served.ready.vocabulary, partial(_given, request, served.options.defaults)
     scored = [count for count in (logprobs[1], request.prompt_logprobs) if count is not None]
-    allowed, bad_words = restrictions(request, server.tokenizer, ready.vocabulary)
+    allowed, bad_words = restrictions(request, served.tokenizer, vocabulary)
     if request.logit_bias:
-        check_ids(request.logit_bias, ready.vocabulary, "logit_bias", "logit_bias")
+        check_ids(request.logit_bias, vocabulary, "logit_bias", "logit_bias")
     if request.stop_token_ids:
-        check_ids(request.stop_token_ids, ready.vocabulary, "stop_token_ids", "stop_token_ids")
-    temperature = _given(request, "temperature", defaults.temperature)
-    top_p, top_k = _given(request, "top_p", defaults.top_p), max(0, int(_given(request, "top_k", defaults.top_k)))
+        check_ids(request.stop_token_ids, vocabulary, "stop_token_ids", "stop_token_ids")
+    temperature, top_p, top_k = given("temperature"), given("top_p"), max(0, int(given("top_k")))
     if top_p == 0:
         top_p, top_k = 1.0, 1
     return SamplingParams(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=top_p,
-        top_k=0 if top_k >= ready.vocabulary else top_k,
-        min_p=_given(request, "min_p", defaults.min_p),
-        repetition_penalty=_given(request, "repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=_given(request, "presence_penalty", 0.0),
-        frequency_penalty=_given(request, "frequency_penalty", 0.0),
+        top_k=0 if top_k >= vocabulary else top_k,
+        min_p=given("min_p"),
+        repetition_penalty=given("repetition_penalty"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
         logit_bias=tuple(request.logit_bias.items()),
         allowed=allowed,
         bad_words=bad_words,
@@ -193,7 +174,7 @@ def _sampling_params(
     )
 
 
-def _given(request: SamplingFields, name: str, default: float) -> float:
+def _given(request: SamplingFields, defaults: SamplingParams, name: str) -> float:
     """A field's value; the default where it is absent or null."""
     value = getattr(request, name) if name in request.model_fields_set else None
-    return default if value is None else float(value)
+    return float(getattr(defaults, name) if value is None else value)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.server.errors import APIError, invalid
-from octavo.server.protocol import Conversation, SamplingFields
+from octavo.server.protocol import ChatRequest, CompletionRequest, Conversation, SamplingFields
 from octavo.server.rendering import Renderer, conversation
 from octavo.server.template import TemplateRequestError
 from octavo.server.tokenizer import Tokenizer
@@ -57,16 +57,16 @@ def _question(request: Conversation, *, knows_tools: bool) -> bytes:
 
 
 async def encode_prompt(
-    text: str, tokenizer: Tokenizer, context: int, param: str, *, add_special_tokens: bool, bounded: bool
+    text: str, request: SamplingFields, tokenizer: Tokenizer, context: int, *, add_special_tokens: bool
 ) -> Sequence[int]:
     """Tokenise a prompt. Raises APIError (400).
 
-    `bounded` refuses a text that cannot fit into the context, however it is divided, before it is tokenised.
+    A text that cannot fit into the context, however it is divided, is refused before, unless it is to be truncated.
     """
     longest = tokenizer.longest_piece
-    if bounded and longest is not None and len(text) > longest * context:
+    if request.truncate_prompt_tokens is None and longest is not None and len(text) > longest * context:
         size = f"{len(text)} characters, which are at least {-(-len(text) // longest)} tokens"
-        raise _too_long(context, size, param)
+        raise _too_long(context, size, prompt_field(request))
     return await tokenizer.encode_aside(text, add_special_tokens)
 
 
@@ -98,12 +98,23 @@ def needed_room(asked: int | None, *, strict: bool) -> int:
     return 1 if asked is None else asked if strict else min(asked, 1)
 
 
-def limit(asked: int | None, prompt: int, context: int, param: str, *, strict: bool) -> int:
-    """Tokens that may be generated after `prompt` ones: as many as asked for, or as fit. Raises APIError (400)."""
-    room, needed = context - prompt, needed_room(asked, strict=strict)
-    if room < needed:
-        raise _too_long(context, f"{prompt}, which leaves no room for {max(needed, 1)} more", param)
+def limit(request: CompletionRequest | ChatRequest, asked: int | None, room: int, context: int, *, strict: bool) -> int:
+    """Tokens that may be generated in the room behind a prompt: as many as asked for, or as fit. Raises APIError (400).
+
+    The error names the prompt where it is too long by itself, and else the field that asks for too much.
+    """
+    if room < needed_room(asked, strict=False):
+        raise _too_long(context, f"{context - room}, which leaves no room for 1 more", prompt_field(request))
+    if strict and asked is not None and asked > room:
+        completion = isinstance(request, CompletionRequest) or request.max_completion_tokens is None
+        field = "max_tokens" if completion else "max_completion_tokens"
+        raise _too_long(context, f"{context - room}, which leaves room for {room}: lower '{field}' ({asked})", field)
     return room if asked is None else min(asked, room)
+
+
+def prompt_field(request: SamplingFields) -> str:
+    """What a request calls its prompt."""
+    return "messages" if isinstance(request, Conversation) else "prompt"
 
 
 def _too_long(context: int, size: str, param: str) -> APIError:

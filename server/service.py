@@ -16,8 +16,8 @@ from octavo.server.client import EngineClient, EngineError
 from octavo.server.errors import APIError, draining, engine_unavailable, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS
 from octavo.server.life import Origin
-from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
-from octavo.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from octavo.server.prepare import GenerationOptions, Prepared, Served, prepare_chat, prepare_completion
+from octavo.server.protocol import MAX_SHOWN_NAME, ChatRequest, CompletionRequest, SamplingFields
 from octavo.server.rendering import Renderer
 from octavo.server.settings import ServerSettings
 from octavo.server.structured import Grammar, GrammarCompiler, constraint_of, vocabulary_of
@@ -85,12 +85,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise the 404 for a model that is not served; None means whichever is."""
         if name is not None and name not in self.names:
-            raise APIError(
-                404,
-                "The requested model is not served here; ask for the list of models.",
-                param="model",
-                code="model_not_found",
-            )
+            served = ", ".join(map(repr, self.names))
+            message = f"The model {name[:MAX_SHOWN_NAME]!r} is not served here; served: {served}."
+            raise APIError(404, message, param="model", code="model_not_found")
 
     def admit(self, generations: int, prompt_tokens: int = 0) -> None:
         """Raise 503 or 429 where new work cannot be taken now.
@@ -116,9 +113,10 @@ class Service:
 
     async def prepare(self, request: CompletionRequest | ChatRequest) -> Prepared:
         """Bring a request to what the engine can run. Raises APIError (400)."""
+        served = Served(self.tokenizer, self.renderer, self.client.ready, self.options)
         if isinstance(request, ChatRequest):
-            return await prepare_chat(request, self.tokenizer, self.renderer, self.client.ready, self.options)
-        return await prepare_completion(request, self.tokenizer, self.client.ready, self.options)
+            return await prepare_chat(request, served)
+        return await prepare_completion(request, served)
 
     async def grammar(self, request: SamplingFields) -> Grammar | None:
         """Return what every choice must follow, if there is anything. Raises APIError (400, 429)."""

@@ -28,7 +28,7 @@ def message(role: str, content: str) -> Message:
 def as_chat(request: SamplingFields, messages: list[Message], max_tokens: int | None, **more: Any) -> ChatRequest:
     """The chat that a request means: its sampling fields, as far as they were given, and its messages."""
     shared = {name: getattr(request, name) for name in request.model_fields_set & SamplingFields.model_fields.keys()}
-    return ChatRequest(messages=messages, max_completion_tokens=max_tokens, **shared, **more)
+    return ChatRequest(messages=messages, max_tokens=max_tokens, **shared, **more)
 
 
 def renamed(error: APIError, names: Mapping[str, str]) -> APIError:

@@ -33,9 +33,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def safe(response: httpx.Response) -> bool:
-    """Whether an answer is no fault of the server and gives nothing away."""
-    return response.status_code not in (500, 502) and not LEAK.search(response.text)
+def safe(response: httpx.Response, own: str = "") -> bool:
+    """Whether an answer is no fault of the server and gives nothing away. own: what it repeats of the client's."""
+    return response.status_code not in (500, 502) and not LEAK.search(response.text.replace(own, ""))
 
 
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -68,7 +68,7 @@ MODELS = [
 def test_a_model_name_is_never_a_path_cve_2024_37032_cve_2024_45436(attacked: Attacked, name: str) -> None:
     response = attacked.post("/v1/completions", model=name, prompt=[5])
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-    assert safe(response)
+    assert safe(response, own=name)
     quoted = "".join(f"%{byte:02x}" for byte in name.encode())
     assert httpx.get(f"{attacked.url}/v1/models/{quoted}").status_code == 404
 

@@ -10,20 +10,24 @@ import pytest
 from support.scripted_engine import ready
 from support.vocabularies import smollm2
 
+from octavo.model.step import SamplingParams
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.errors import APIError
-from octavo.server.prepare import GenerationOptions, Prepared, prepare_chat, prepare_completion
+from octavo.server.prepare import GenerationOptions, Prepared, Served, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, parse
 from octavo.server.rendering import Renderer
-from octavo.server.sampling_defaults import SamplingDefaults, choose_sampling_defaults, model_sampling_defaults
+from octavo.server.responses import NAMES, ResponsesRequest
+from octavo.server.sampling_defaults import choose_sampling_defaults, model_sampling_defaults
 from octavo.server.template import ChatTemplate
 from octavo.server.template_worker import Rendered, render
+from octavo.server.translation import renamed
 
 CONTEXT = 100
 READY = ready(EngineConfig(model="scripted", max_model_len=CONTEXT), blocks=100)
 TEMPLATE = ChatTemplate("{{ messages[0].content }}")
 LONG = list(range(3, 203))
+AUTO, CLAMP, STRICT = GenerationOptions(), GenerationOptions("clamp"), GenerationOptions("strict")
 
 
 class RendererHere(Renderer):
@@ -33,25 +37,22 @@ class RendererHere(Renderer):
         return msgspec.json.decode(render(self.template, question), type=Rendered).text
 
 
-def completion(options: GenerationOptions | None = None, **fields: object) -> Prepared:
+def completion(options: GenerationOptions = AUTO, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "prompt": [5, 6, 7], **fields}).encode()
-    return asyncio.run(prepare_completion(parse(CompletionRequest, body), smollm2(), READY, options))
+    return asyncio.run(prepare_completion(parse(CompletionRequest, body), Served(smollm2(), None, READY, options)))
 
 
-def chat(options: GenerationOptions | None = None, **fields: object) -> Prepared:
+def chat(options: GenerationOptions = AUTO, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a b c"}], **fields}).encode()
 
     renderer = RendererHere(TEMPLATE)
-    return asyncio.run(prepare_chat(parse(ChatRequest, body), smollm2(), renderer, READY, options))
+    return asyncio.run(prepare_chat(parse(ChatRequest, body), Served(smollm2(), renderer, READY, options)))
 
 
 def refusal(call: object, *arguments: object, **fields: object) -> APIError:
     with pytest.raises(APIError) as raised:
         call(*arguments, **fields)  # type: ignore[operator]
     return raised.value
-
-
-CLAMP, STRICT = GenerationOptions("clamp"), GenerationOptions("strict")
 
 
 def test_max_tokens_beyond_the_context_follow_the_policy() -> None:
@@ -69,8 +70,27 @@ def test_max_tokens_beyond_the_context_follow_the_policy() -> None:
     assert chat(STRICT).max_tokens == (room,)
 
 
-@pytest.mark.parametrize("options", [None, CLAMP, STRICT])
-def test_one_token_must_fit_unless_none_is_asked_for(options: GenerationOptions | None) -> None:
+def test_what_is_too_long_is_named_as_the_client_calls_it() -> None:
+    body = json.dumps({"model": "m", "input": "a b c", "max_output_tokens": CONTEXT}).encode()
+    response = parse(ResponsesRequest, body).chat().model_dump(exclude_unset=True)
+    for error, named in (
+        (refusal(completion, max_tokens=CONTEXT - 2), "max_tokens"),
+        (refusal(completion, prompt=[LONG[:9], LONG[:99]], max_tokens=2), "max_tokens"),
+        (refusal(chat, STRICT, max_tokens=CONTEXT), "max_tokens"),
+        (refusal(chat, STRICT, max_completion_tokens=CONTEXT), "max_completion_tokens"),
+        (refusal(chat, STRICT, max_tokens=1, max_completion_tokens=CONTEXT), "max_completion_tokens"),
+        (renamed(refusal(chat, STRICT, **response), NAMES), "max_output_tokens"),
+    ):
+        assert (error.param, error.code) == (named, "context_length_exceeded")
+        assert f"'{named}'" in error.message
+    for asked in (1, 2, 10**6):
+        assert refusal(completion, prompt=LONG[:100], max_tokens=asked).param == "prompt"
+        message = {"role": "user", "content": "a " * 100}
+        assert refusal(chat, STRICT, messages=[message], max_tokens=asked).param == "messages"
+
+
+@pytest.mark.parametrize("options", [AUTO, CLAMP, STRICT])
+def test_one_token_must_fit_unless_none_is_asked_for(options: GenerationOptions) -> None:
     assert completion(options, prompt=LONG[:99]).max_tokens == (1,), "the default of 16 gives way"
     for fields in ({}, {"max_tokens": 1}):
         error = refusal(completion, options, prompt=LONG[:100], **fields)
@@ -130,7 +150,7 @@ def test_a_models_sampling_defaults_hold_where_a_request_says_nothing(tmp_path: 
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     defaults = model_sampling_defaults(tmp_path)
-    assert defaults == SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
+    assert defaults == SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
     options = GenerationOptions(defaults=defaults)
     for fields in ({}, {"temperature": None, "top_p": None, "top_k": None}):
         params = completion(options, **fields).params[0]
@@ -143,10 +163,10 @@ def test_a_models_sampling_defaults_hold_where_a_request_says_nothing(tmp_path: 
 
 
 def test_a_model_without_sampling_defaults_has_the_usual_ones(tmp_path: Path) -> None:
-    assert model_sampling_defaults(tmp_path) == SamplingDefaults()
+    assert model_sampling_defaults(tmp_path) == SamplingParams()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert model_sampling_defaults(tmp_path) == SamplingDefaults()
-    assert model_sampling_defaults(tmp_path / "model.gguf") == SamplingDefaults()
+    assert model_sampling_defaults(tmp_path) == SamplingParams()
+    assert model_sampling_defaults(tmp_path / "model.gguf") == SamplingParams()
 
 
 @pytest.mark.parametrize("value", [-1, 3, "0.5", True, [1], float("nan")])
@@ -164,7 +184,7 @@ def test_sampling_defaults_are_used_only_if_wanted_and_then_told(
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     caplog.set_level(logging.INFO)
-    assert choose_sampling_defaults(tmp_path, wanted=False) == SamplingDefaults()
+    assert choose_sampling_defaults(tmp_path, wanted=False) == SamplingParams()
     assert not caplog.records
-    assert choose_sampling_defaults(tmp_path, wanted=True) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert choose_sampling_defaults(tmp_path, wanted=True) == SamplingParams(temperature=0.6, top_k=20)
     assert caplog.messages == ["sampling defaults of the model: temperature 0.6, top_k 20"]
