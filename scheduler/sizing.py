@@ -28,9 +28,7 @@ class ConfigurationError(ValueError):
 
 def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, cores: int) -> Limits:
     """Fill in the limits that were not given. Raises ConfigurationError."""
-    length = config.max_model_len or max_context
-    if length > max_context:
-        raise ConfigurationError(f"--max-model-len {length} exceeds the model's context of {max_context} tokens")
+    length = context_length(config, max_context)
     rows, tokens = (256, 2048) if on_gpu else (32, 512)
     few = config.max_num_batched_tokens is None and not on_gpu and cores <= _FEW_CORES
     # Each running request computes at least one token a step, so a default gives way to what was asked for.
@@ -46,6 +44,14 @@ def resolve_limits(config: EngineConfig, *, max_context: int, on_gpu: bool, core
         )
     mixed_tokens = max(_FEW_MIXED_TOKENS, rows) if few else None
     return Limits(rows, tokens, length, config.block_size, config.admission == "reserve", mixed_tokens)
+
+
+def context_length(config: EngineConfig, max_context: int) -> int:
+    """Tokens of the longest request, as it was asked for. Raises ConfigurationError beyond the model's context."""
+    length = config.max_model_len or max_context
+    if length > max_context:
+        raise ConfigurationError(f"--max-model-len {length} exceeds the model's context of {max_context} tokens")
+    return length
 
 
 def memory_budget(config: EngineConfig, capacity: int) -> int:

@@ -1,13 +1,15 @@
 """`octavo check`: everything `octavo serve` decides and reads before it allocates, and nothing beyond."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from octavo.model.kernels.cores import available_cores
 from octavo.model.weights.headers import check_headers
 from octavo.model.weights.locate import locate
 from octavo.model.workspaces import Workspaces
+from octavo.scheduler.messages import EngineConfig
 from octavo.scheduler.planning import Machine
-from octavo.scheduler.sizing import available_memory, memory_capacity
+from octavo.scheduler.sizing import available_memory, context_length, memory_capacity
 from octavo.server.plan_report import text
 from octavo.server.planning import Forecast, Question, forecast
 from octavo.server.settings import Settings
@@ -26,11 +28,17 @@ exit codes: those with which `octavo serve` would end
 """
 
 
+def check_model(engine: EngineConfig) -> Path:
+    """Return where a model is. Raises what is wrong with its files, or with their context, without importing torch."""
+    path = locate(engine.model)
+    context_length(engine, check_headers(path, engine.load_format).max_context)
+    return path
+
+
 def check(settings: Settings) -> tuple[int, Iterator[str]]:
     """Return the exit code and the lines of `octavo check`. Every error it raises has an exit code."""
     engine, server = settings.engine, settings.server
-    path = locate(engine.model)
-    check_headers(path, engine.load_format)
+    path = check_model(engine)
     # Imported late, as for `octavo serve`: what is wrong up to here is said without waiting for torch.
     from octavo.scheduler.loading import choose, gpu_memory  # noqa: PLC0415
     from octavo.server.rendering import load_template  # noqa: PLC0415

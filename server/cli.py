@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from octavo.model.weights.headers import check_headers
-from octavo.model.weights.locate import locate
 from octavo.scheduler.launch import find_launch
 from octavo.server import __version__, checking
 from octavo.server import commands as answering
@@ -153,7 +151,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _serve(parsed: argparse.Namespace) -> int:
     settings = resolve(vars(parsed), os.environ)
-    check_headers(locate(settings.engine.model), settings.engine.load_format)
+    checking.check_model(settings.engine)
     if (launch := find_launch(settings.engine.tensor_parallel_size)) is not None and launch.rank > 0:
         # Only rank 0 answers HTTP; it tells the others everything that its own settings say.
         os.execv(sys.executable, [sys.executable, "-m", "octavo.scheduler.ranks"])  # noqa: S606

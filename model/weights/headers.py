@@ -29,20 +29,21 @@ def check_format(path: Path, load_format: str) -> None:
         raise CheckpointError(f"{path}: not what load format {load_format!r} reads; choose auto")
 
 
-def check_headers(path: Path, load_format: str) -> None:
-    """Raise CheckpointError where a model could not be loaded: everything but the numbers is checked."""
+def check_headers(path: Path, load_format: str) -> ModelConfig:
+    """Return a model's shapes. CheckpointError where it could not be loaded: all but the numbers is checked."""
     check_format(path, load_format)
+    if load_format == "random":
+        return read_config(path)
     files: Mapping[str, Path] = {}
-    if path.is_dir() or load_format == "random":
+    if path.is_dir():
         config = read_config(path)
-        if load_format == "random":
-            return
         shapes, files = directory_headers(path, config)
     else:
         file = GGUFFile(path)
         config = gguf_config(file)
         shapes = {hugging_face_name(name): tensor.shape for name, tensor in file.tensors.items()}
     check_shapes(path, files, shapes, stored_shapes(config), tied=config.tied_embeddings)
+    return config
 
 
 def directory_headers(path: Path, config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
