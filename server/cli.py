@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from octavo.scheduler.launch import find_launch
@@ -30,6 +30,9 @@ exit codes:
 """
 
 VARIABLES = "Every option can also be given by the variable named in brackets; the option wins."
+
+Run = Callable[[argparse.Namespace], tuple[int, Iterable[str]]]
+"""Runs a command; returns the exit code and the lines to print."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +73,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, add_options: Callable[[argparse.ArgumentParser], None], **texts: Any) -> None:
+    def add(name: str, run: Run, summary: str, add_options: Callable[[Parser], None], **texts: Any) -> None:
         layout = argparse.RawDescriptionHelpFormatter
-        add_options(commands.add_parser(name, help=summary, formatter_class=layout, allow_abbrev=False, **texts))
+        command = commands.add_parser(name, help=summary, formatter_class=layout, allow_abbrev=False, **texts)
+        command.set_defaults(run=run)
+        add_options(command)
 
     add(
         "serve",
+        _serve,
         "load a model and serve it over HTTP",
         add_arguments,
         description="Load a model and serve it over HTTP, with the API of OpenAI.",
@@ -84,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "check",
+        _check,
         "say whether serve could start with these options, without starting",
         add_arguments,
         description=checking.HELP,
@@ -92,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "plan",
+        answering.plan,
         "say what a model takes in memory, before anything is loaded",
         answering.add_plan_arguments,
         description=answering.PLAN_HELP,
@@ -99,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "describe",
+        answering.describe_model,
         "draw a model's block as a table, with its parameters",
         answering.add_describe_arguments,
         description=answering.DESCRIBE_HELP,
@@ -106,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "bench",
+        measuring.bench,
         "send load to a server and report throughput and latencies",
         measuring.add_arguments,
         description=measuring.HELP,
@@ -118,8 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. An error that is the user's to mend is one line on stderr."""
     parsed = make_parser().parse_args(arguments)
     try:
-        return _run(parsed)
+        exit_code, lines = parsed.run(parsed)
+        for line in lines:
+            print(line, flush=True)
+        return int(exit_code)
     except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever reads has enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
@@ -133,23 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(code)
 
 
-def _run(parsed: argparse.Namespace) -> int:
-    if parsed.command == "serve":
-        return _serve(parsed)
-    if parsed.command == "check":
-        exit_code, lines = checking.check(resolve(vars(parsed), os.environ))
-    elif parsed.command == "plan":
-        exit_code, lines = answering.plan(parsed)
-    elif parsed.command == "describe":
-        exit_code, lines = 0, answering.describe_model(parsed)
-    else:
-        exit_code, lines = measuring.bench(parsed)
-    for line in lines:
-        print(line, flush=True)
-    return exit_code
+def _check(parsed: argparse.Namespace) -> tuple[int, Iterable[str]]:
+    return checking.check(resolve(vars(parsed), os.environ))
 
 
-def _serve(parsed: argparse.Namespace) -> int:
+def _serve(parsed: argparse.Namespace) -> tuple[int, Iterable[str]]:
     settings = resolve(vars(parsed), os.environ)
     checking.check_model(settings.engine)
     if (launch := find_launch(settings.engine.tensor_parallel_size)) is not None and launch.rank > 0:
@@ -164,7 +166,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         with listening.bind(settings.server.host, settings.server.port) as listener:
             given = " ".join(f"{flag} {value}" for flag, value in settings.changed.items())
             _log.info("octavo %s%s", __version__, f" with {given}" if given else "")
-            return event_loop.run(lifecycle.Daemon(settings, listener, spawned=spawned).run())
+            return event_loop.run(lifecycle.Daemon(settings, listener, spawned=spawned).run()), ()
 
 
 if __name__ == "__main__":

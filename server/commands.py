@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator
 
-from octavo.model.config import ModelConfig
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.build import can_build_library
 from octavo.model.kernels.cores import available_cores
@@ -15,9 +14,9 @@ from octavo.model.weights.published import PUBLISHED
 from octavo.model.workspaces import Workspaces
 from octavo.scheduler.planning import Machine
 from octavo.scheduler.sizing import memory_capacity
+from octavo.server import plan_report
 from octavo.server.describing import describe, describe_trace
 from octavo.server.flags import add_arguments, resolve
-from octavo.server.plan_report import facts, text
 from octavo.server.planning import DTYPE_BYTES, FP8_CACHE, MAX_DEVICES, Question, forecast
 from octavo.server.settings import SettingsError
 from octavo.server.values import count, option, size
@@ -37,7 +36,7 @@ PLANNED_SETTINGS = frozenset(
 )
 MODEL_HELP = (
     f"A directory, a config.json, a .gguf file, a Hub id in the cache, or one of {', '.join(PUBLISHED)}. "
-    "Weights are not read."
+    "Default: what `octavo serve` would serve."
 )
 PLAN_HELP = """\
 Say what a model takes in memory before anything is loaded: weights, KV cache and activations, to the byte.
@@ -68,7 +67,7 @@ exit codes:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `octavo plan`; those of the server have the server's names, meanings and variables."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} Weights are not read.")
     devices, users, context = (option(count(1, most)) for most in (MAX_DEVICES, 4096, 1 << 27))
     known = f"{', '.join(DEVICES)}, or bytes such as 24GiB"
     parser.add_argument(
@@ -91,7 +90,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `octavo describe`."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP.replace("Weights are not read.", ""))
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="Type of numbers. Default: bfloat16."
     )
@@ -100,19 +99,20 @@ def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
     """Return the exit code and the lines of `octavo plan`. Every error it raises has an exit code."""
-    answer = forecast(_question(parsed, find_config(parsed.model)))
-    lines = iter([json.dumps(facts(answer), indent=2)]) if parsed.json else text(answer)
+    answer = forecast(_question(parsed))
+    lines = iter([json.dumps(plan_report.facts(answer), indent=2)]) if parsed.json else plan_report.text(answer)
     return 0 if answer.fits else 1, lines
 
 
-def describe_model(parsed: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of `octavo describe`. Raises CheckpointError."""
+def describe_model(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
+    """Return the exit code and the lines of `octavo describe`. Every error they raise has an exit code."""
+    model = resolve({"model": parsed.model}, os.environ).engine.model
     if parsed.trace is None:
-        return describe(find_config(parsed.model), DTYPE_BYTES[parsed.dtype])
-    return _trace(parsed)
+        return 0, describe(find_config(model), DTYPE_BYTES[parsed.dtype])
+    return 0, _trace(model, parsed.dtype, parsed.trace)
 
 
-def _trace(parsed: argparse.Namespace) -> Iterator[str]:
+def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
     # Imported here only: nothing else in these two commands needs torch or a tokenizer.
     from octavo.model.kernels.load import load_kernels  # noqa: PLC0415
     from octavo.model.trace import trace  # noqa: PLC0415
@@ -121,22 +121,23 @@ def _trace(parsed: argparse.Namespace) -> Iterator[str]:
     from octavo.scheduler.loading import choose_dtype  # noqa: PLC0415
     from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
 
-    path = locate(parsed.model)
+    path = locate(model)
     checkpoint = open_checkpoint(path, widen=True)
-    tokens = tuple(load_tokenizer(path).encode(parsed.trace))
+    tokens = tuple(load_tokenizer(path).encode(text))
     if not 1 <= len(tokens) <= checkpoint.config.max_context:
         raise SettingsError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
-    dtype = choose_dtype(parsed.dtype)
+    dtype = choose_dtype(dtype_name)
     found = trace(checkpoint, load_kernels(dtype), dtype, tokens, lambda _done, _total: None)
     yield from describe(checkpoint.config, dtype.itemsize)
     yield ""
     yield from describe_trace(found, len(tokens))
 
 
-def _question(parsed: argparse.Namespace, model: ModelConfig) -> Question:
-    """What the options ask. Raises SettingsError."""
-    given = {name: getattr(parsed, name) for name in PLANNED_SETTINGS}
+def _question(parsed: argparse.Namespace) -> Question:
+    """What the options ask. Raises SettingsError or CheckpointError."""
+    given = {name: getattr(parsed, name) for name in ("model", *PLANNED_SETTINGS)}
     engine = resolve(given, os.environ).engine
+    model = find_config(engine.model)
     dtype = parsed.dtype or engine.dtype
     if dtype != "auto" or parsed.devices > 1:  # quantised blocks are not divided
         model = model.widened()

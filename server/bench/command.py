@@ -4,6 +4,7 @@ import argparse
 import http.client
 import json
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,11 +32,12 @@ Two runs with one --seed send the same prompts, which a prefix cache then knows:
 """
 EXIT_CODES = """\
 exit codes:
-   0  every request succeeded
+   0  every request succeeded, up to a Ctrl-C or SIGTERM if one came
    1  a request failed; the report says how many, and why
   64  an option or the trace is wrong
   69  the server cannot be reached
   73  a file of the report cannot be written
+ 130  a second Ctrl-C or SIGTERM came, or one before the first request: nothing is reported
 """
 
 
@@ -105,6 +107,7 @@ def bench(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
 
     from octavo.server import logs  # noqa: PLC0415
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if parsed.plot is not None:
         check_can_plot()
     logs.configure("info")

@@ -13,6 +13,9 @@ import msgspec
 from octavo.server.bench.client import Client, Record
 from octavo.server.bench.workload import Call
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+"""What ends a run early: both raise KeyboardInterrupt, but while there is something to report."""
+
 Progress = Callable[[int, int], None]
 Send = Callable[[Call], Coroutine[Any, Any, None]]
 
@@ -43,7 +46,7 @@ class Load:
     """Nothing is sent after so many seconds."""
 
     async def run(self, calls: Sequence[Call], progress: Progress) -> Outcome:
-        """Send the calls. Ctrl-C sends nothing more and waits for what is under way; a second one interrupts that."""
+        """Send the calls. Ctrl-C or SIGTERM sends nothing more and waits for what is under way; a second interrupts."""
         outcome, stop = Outcome(), asyncio.Event()
         cpu, start = time.process_time(), time.perf_counter()
         ended = 0
@@ -71,19 +74,25 @@ class Load:
 
     @contextlib.contextmanager
     def _stopping(self, stop: asyncio.Event) -> Iterator[None]:
-        """Set `stop` at the first Ctrl-C, or when time is up."""
+        """Set `stop` at the first signal, or when time is up."""
         loop = asyncio.get_running_loop()
 
+        def let_go() -> None:
+            for number in INTERRUPTS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.default_int_handler)
+
         def interrupted() -> None:
-            loop.remove_signal_handler(signal.SIGINT)
+            let_go()
             stop.set()
 
-        loop.add_signal_handler(signal.SIGINT, interrupted)
+        for number in INTERRUPTS:
+            loop.add_signal_handler(number, interrupted)
         timer = loop.call_later(self.duration, stop.set) if self.duration is not None else None
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            let_go()
             if timer is not None:
                 timer.cancel()
 

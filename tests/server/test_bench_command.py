@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -243,7 +244,8 @@ def test_a_server_that_refuses_is_not_measured(daemon: Daemon, capsys: Capture) 
     assert "model_not_found" in capsys.readouterr().err
 
 
-def test_ctrl_c_reports_what_was_measured_so_far(daemon: Daemon) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reports_what_was_measured_so_far(number: signal.Signals, daemon: Daemon) -> None:
     started = metric(daemon, "octavo_request_started_total")
     options = ["--requests", "100000", "--token-ids", "5-900", "--prompt-tokens", "9", "--output-tokens", "20"]
     command = [sys.executable, "-m", "octavo.server.cli", "bench", daemon.url, *options]
@@ -252,13 +254,41 @@ def test_ctrl_c_reports_what_was_measured_so_far(daemon: Daemon) -> None:
     ) as process:
         while metric(daemon, "octavo_request_started_total") < started + 3:
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "0 failed" in output
     sent = int(output.split()[0])
     assert 3 <= sent < 100000
     assert metric(daemon, "octavo_request_started_total") == started + sent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_is_under_way_with_one_line(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "octavo.server.cli", "bench", url, "--model", "m"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = silent.accept()
+            while process.poll() is None:  # twice: the first is heard long before the second comes
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1)
+            output, error = process.communicate()
+            connection.close()
+    assert (process.returncode, output, error) == (130, "", "octavo: interrupted\n")
+
+
+def test_a_signal_before_the_first_request_is_answered_with_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "octavo.server.cli", "bench", url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = silent.accept()  # for the names of models
+            process.send_signal(signal.SIGTERM)
+            output, error = process.communicate(timeout=60)
+            connection.close()
+    assert (process.returncode, output, error) == (130, "", "octavo: interrupted\n")
 
 
 def test_after_its_duration_a_load_sends_nothing_more(daemon: Daemon, capsys: Capture, tmp_path: Path) -> None:

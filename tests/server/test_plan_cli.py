@@ -173,6 +173,21 @@ def test_a_variable_of_the_server_counts_here_too(capsys: Capture, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["plan", "describe"])
+def test_without_a_model_it_is_the_one_that_serve_would_serve(
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*arguments: str) -> str:
+        assert main([command, *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert resolve({}, {}).engine.model == "smollm2"
+    assert answer() == answer("smollm2")
+    monkeypatch.setenv("OCTAVO_MODEL", "llama-3-8b")
+    options = ["--device", "h200"] if command == "plan" else []
+    assert answer(*options) == answer("llama-3-8b", *options) != answer("smollm2", *options)
+
+
+@pytest.mark.parametrize("command", ["plan", "describe"])
 @pytest.mark.parametrize("model", ["llama-3-70b", "smollm2", "directory"])
 def test_nothing_that_takes_long_to_import_is_imported(command: str, model: str, tmp_path: Path) -> None:
     """They answer in under a second: half of one is Python itself, numpy and what the command line needs."""
