@@ -36,12 +36,13 @@ from octavo.model.arena_layout import StepShape, arena_layout
 from octavo.model.attention import AttentionBatch
 from octavo.model.attention.flashinfer import FlashInferAttention
 from octavo.model.config import ModelConfig
-from octavo.model.graphs import Capture, CudaCapture, Gpu
+from octavo.model.graphs import Capture, CudaCapture
 from octavo.model.kernels import FP8_KIND
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.kernels.fp8 import FP8, Fp8Linear, round_rows
 from octavo.model.layers import rope_table
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.placement import Placement
 from octavo.model.roofline import DEVICES, Device, decode_seconds, prefill_rate
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.step import Admission, Pending, Row, SamplingParams, Step
@@ -246,8 +247,9 @@ class Check:
             kept.append(store)
             return FlashInferAttention(config, store, workspaces)
 
-        gpu, checkpoint = Gpu(self.device, workspaces, self.capture()), SimpleNamespace(config=sizes.config)
-        parts = (CudaKernels(torch.bfloat16, self.device), torch.bfloat16, sizes.limits, self.ledger, print, gpu)
+        checkpoint = SimpleNamespace(config=sizes.config)
+        placement = Placement(self.device, torch.bfloat16, CudaKernels(torch.bfloat16, self.device), workspaces)
+        parts = (placement, sizes.limits, self.ledger, print, None, self.capture())
         with (
             mock.patch("octavo.model.runner.load_weights", return_value=""),
             mock.patch("octavo.model.runner.load_attention", load),

@@ -5,33 +5,16 @@ replay the host fills those; sizes between two captured ones are padded up.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-from octavo.model.workspaces import Workspaces
 
 Replay = Callable[[], None]
 
 
-class Capture(Protocol):
-    """Records what a function queues on the device."""
-
-    def __call__(self, function: Callable[[], None]) -> Replay:
-        """Run the function once to warm up, record it, and return what queues the same again."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """How a model is run on a GPU."""
-
-    device: torch.device
-    workspaces: Workspaces
-    capture: Capture | None
-    """None queues every step kernel by kernel."""
+Capture = Callable[[Callable[[], None]], Replay]
+"""Runs a function, records what it does with the memory that it was given, and returns what does the same again."""
 
 
 class CudaCapture:
@@ -75,11 +58,10 @@ class DecodeGraphs:
         for size in reversed(captured_sizes(max_rows)):
             prepare(size)
             self._replays[size] = capture(partial(run, size))
-        self._sizes = captured_sizes(max_rows)
 
     def size_for(self, rows: int) -> int:
         """Return the smallest captured size that holds so many rows."""
-        return next(size for size in self._sizes if size >= rows)
+        return min(size for size in self._replays if size >= rows)
 
     def replay(self, size: int) -> None:
         """Queue a captured step."""

@@ -91,11 +91,9 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
     With tensor parallelism every rank computes its share of the logits in its arena and gathers all of them beside it;
     on a CPU also what each rank adds to the spine.
     """
-    rank, numbers, size = rank_shape(config, formats.ranks), formats.activations, formats.ranks
-    in_place, fp8 = formats.gate_in_place, formats.matrices == 1
-    shape = StepShape(rank, limits.max_tokens, limits.max_rows, numbers, size, gate_in_place=in_place, fp8=fp8)
+    rank = rank_shape(config, formats.ranks)
     lines = {
-        "arena": arena_layout(shape).bytes,
+        "arena": arena_layout(largest_step(rank, formats, limits)).bytes,
         "token ids of all slots": limits.slot_bytes,
         "token masks of all slots": limits.mask_bytes(config.vocabulary),
         "RoPE table": rope_bytes(config, limits.max_model_len),
@@ -113,6 +111,19 @@ def activation_lines(config: ModelConfig, formats: Formats, limits: RunnerLimits
         )
         lines["workspaces"] = attention + layout.block_bytes + formats.workspaces.library_bytes()
     return lines
+
+
+def largest_step(config: ModelConfig, formats: Formats, limits: RunnerLimits) -> StepShape:
+    """The step that the arena is made for. config: the shapes of one rank."""
+    return StepShape(
+        config,
+        limits.max_tokens,
+        limits.max_rows,
+        formats.activations,
+        formats.ranks,
+        gate_in_place=formats.gate_in_place,
+        fp8=formats.matrices == 1,
+    )
 
 
 def mask_width(vocabulary: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from octavo.model.attention.flashinfer import validate
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
-from octavo.model.graphs import CudaCapture, Gpu
+from octavo.model.graphs import Capture, CudaCapture
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.cores import available_cores
 from octavo.model.kernels.cuda import CudaKernels
@@ -55,11 +55,9 @@ class Placement:
             workspaces=self.workspaces,
         )
 
-    def gpu(self, *, eager: bool) -> Gpu | None:
-        """How a runner is built for it, if it is a GPU; `eager` captures no steps."""
-        if self.workspaces is None:
-            return None
-        return Gpu(self.device, self.workspaces, None if eager else CudaCapture(self.device))
+    def capture(self, *, eager: bool) -> Capture | None:
+        """What captures the steps of a GPU; none if it is to queue each kernel by kernel (`eager`)."""
+        return CudaCapture(self.device) if self.on_gpu and not eager else None
 
 
 def place_on_cpu(dtype: torch.dtype, workspaces: Workspaces, ranks: int, share: int, *, fp8: bool) -> Placement:

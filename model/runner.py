@@ -15,18 +15,18 @@ from octavo.kvcache.layout import KVLayout
 from octavo.kvcache.ledger import MemoryLedger
 from octavo.kvcache.store import KVStore
 from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import StepShape, arena_layout, bytes_in_use
+from octavo.model.arena_layout import arena_layout, bytes_in_use
 from octavo.model.attention import EMPTY_BATCH, AttentionBackend
 from octavo.model.attention.load import load_attention, scale_destinations
-from octavo.model.device import CPU, Fence, Lander, to_device
+from octavo.model.device import Fence, Lander, to_device
 from octavo.model.device_sampling import DeviceSampler
 from octavo.model.draw import RowScratch, highest
-from octavo.model.graphs import Capture, DecodeGraphs, Gpu
-from octavo.model.kernels import Kernels
+from octavo.model.graphs import Capture, DecodeGraphs, Replay
 from octavo.model.kernels.fp8 import FP8
 from octavo.model.kernels.native import NativeKernels
-from octavo.model.memory import RunnerLimits, kv_layout, rank_shape
+from octavo.model.memory import RunnerLimits, kv_layout, largest_step, rank_shape
 from octavo.model.parallel import Ranks, share_destinations
+from octavo.model.placement import Placement
 from octavo.model.poison import Poison, poison_wanted
 from octavo.model.sampling import Sampled, Sampler
 from octavo.model.slots import SlotTable
@@ -136,7 +136,7 @@ class ModelRunner:
         slots: SlotTable,
         sampler: Sampler,
         arena: ActivationArena,
-        record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        record: Capture | None = None,
         capture: Capture | None = None,
     ) -> None:
         """`record` runs a forward pass and returns what repeats it, of kernels and attention alike.
@@ -152,7 +152,7 @@ class ModelRunner:
         self._sampler = sampler
         self._arena = arena
         self._record = record
-        self._repeats: dict[int, Callable[[], None]] = {}
+        self._repeats: dict[int, Replay] = {}
         """How to repeat the forward pass of so many tokens."""
         self._lander = Lander(slots.device)
         self._cache_slots = torch.empty(arena.max_tokens, dtype=torch.int32)
@@ -246,55 +246,52 @@ class ModelRunner:
 
 def build_runner(
     checkpoint: Checkpoint,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    placement: Placement,
     limits: RunnerLimits,
     ledger: MemoryLedger,
     progress: Callable[[int, int], None],
-    gpu: Gpu | None = None,
     ranks: Ranks | None = None,
+    capture: Capture | None = None,
 ) -> ModelRunner:
     """Allocate everything a runner will ever use, enter it into the ledger, and load the weights.
 
-    progress hears bytes loaded and bytes in all; gpu is None on a CPU, ranks where the model is whole. Raises
-    CheckpointError, or MemoryError beyond the ledger's plan.
+    progress hears bytes loaded and bytes in all; ranks is None where the model is whole; capture is for steps of a GPU.
+    Raises CheckpointError, or MemoryError beyond the ledger's plan.
     """
-    size, device = ranks.size if ranks else 1, gpu.device if gpu else CPU
-    config = rank_shape(checkpoint.config, size)
-    cache_dtype = FP8 if gpu and gpu.workspaces.fp8_cache else dtype
+    kernels, device, dtype, workspaces = placement.kernels, placement.device, placement.dtype, placement.workspaces
+    config = rank_shape(checkpoint.config, placement.ranks)
+    cache_dtype = FP8 if workspaces and workspaces.fp8_cache else dtype
     layout = kv_layout(config, limits.block_size, cache_dtype.itemsize)
     model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=limits.max_model_len, ranks=ranks)
     ledger.allocate("weights", model.weights_nbytes)
-    padding_blocks = 1 if gpu else 0
+    padding_blocks = 1 if workspaces else 0
     store = _make_store(layout, limits.blocks + padding_blocks, cache_dtype, device)
     ledger.allocate("cache", limits.blocks * layout.block_bytes)
-    attention = load_attention(config, store, kernels, gpu.workspaces if gpu else None)
-    in_place, fp8, rows = kernels.gate_in_place, kernels.fp8 is not None, limits.max_rows
-    shape = StepShape(config, limits.max_tokens, rows, dtype.itemsize, size, gate_in_place=in_place, fp8=fp8)
-    arena = ActivationArena(arena_layout(shape), dtype, device)
+    attention = load_attention(config, store, kernels, workspaces)
+    arena = ActivationArena(arena_layout(largest_step(config, placement.formats, limits)), dtype, device)
     if kernels.fp8 is not None:
         kernels.fp8.arena = arena
     blocks_per_slot = layout.blocks_for(limits.max_model_len)
     vocabulary = checkpoint.config.vocabulary
     slots = SlotTable(limits.max_rows, limits.max_model_len, limits.block_size, blocks_per_slot, vocabulary, device)
-    workspaces = attention.reserve(limits.max_rows, arena.max_tokens, limits.table_entries)
-    workspaces += kernels.threads * model.scratch_nbytes
-    workspaces += padding_blocks * layout.block_bytes + (gpu.workspaces.library_bytes() if gpu else 0)
+    worked_in = attention.reserve(limits.max_rows, arena.max_tokens, limits.table_entries)
+    worked_in += kernels.threads * model.scratch_nbytes
+    worked_in += padding_blocks * layout.block_bytes + (workspaces.library_bytes() if workspaces else 0)
     if ranks:
-        workspaces += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width, device)
-    ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + workspaces)
+        worked_in += ranks.reserve(arena.max_rows, vocabulary, arena.max_tokens, config.width, device)
+    ledger.allocate("activations", arena.nbytes + slots.nbytes + model.rope.nbytes + worked_in)
     destinations = model.destinations() | scale_destinations(config, store)
     if ranks:
         destinations = share_destinations(destinations, stored_shapes(checkpoint.config), ranks.rank)
     digest = load_weights(checkpoint, destinations, progress)
     scratch = RowScratch.of(arena, vocabulary)
-    if gpu:
-        runner = ModelRunner(model, attention, slots, DeviceSampler(slots, scratch), arena, capture=gpu.capture)
-    else:
-        sampler = Sampler(slots, scratch, kernels.highest if isinstance(kernels, NativeKernels) else highest)
-        runner = ModelRunner(model, attention, slots, sampler, arena, None if ranks else kernels.record)
+    native = kernels if isinstance(kernels, NativeKernels) else None
+    on_cpu = Sampler(slots, scratch, native.highest if native else highest)
+    sampler = DeviceSampler(slots, scratch) if workspaces else on_cpu
+    record = native.library.record if native and not ranks else None
+    runner = ModelRunner(model, attention, slots, sampler, arena, record, capture)
     runner.weights_digest = ranks.combine(digest) if ranks else digest
-    if poison_wanted() and not gpu:
+    if poison_wanted() and not workspaces:
         runner.poison = Poison(store, arena)
         runner.poison.fill()
     return runner

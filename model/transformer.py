@@ -10,7 +10,6 @@ Llama, Mistral, Qwen 2 (biases on q, k and v) and Qwen 3 (norms on the heads of 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -27,55 +26,32 @@ from octavo.model.stacked import destinations, fused_linear
 from octavo.model.weights import Destination
 
 
-@dataclass(frozen=True, slots=True)
 class Activations:
     """The arena's views of one step. q, k and v are views of qkv; heads_out is a view of attended."""
 
-    positions: Tensor
-    """int32 [tokens]"""
-    spine: Tensor
-    """[tokens, width]: the residual stream."""
-    to_attention: Tensor
-    """[tokens, width]: norm(x), then from the block below its feed-forward branch before the addition."""
-    qkv: Tensor
-    """[tokens, q_width + 2 * kv_width]"""
-    q: Tensor
-    """[tokens, heads, head_dim]"""
-    k: Tensor
-    """[tokens, kv_heads, head_dim]"""
-    v: Tensor
-    """[tokens, kv_heads, head_dim]"""
-    attended: Tensor
-    """[tokens, q_width]: the outputs of all heads, concatenated."""
-    heads_out: Tensor
-    """[tokens, heads, head_dim]"""
-    to_feed_forward: Tensor
-    """[tokens, width]: the attention branch before its addition, then norm(x')."""
-    gate_up: Tensor
-    """[tokens, 2 * ffn_width]"""
-    gated: Tensor | None
-    """[tokens, ffn_width]: SiLU(gate) * up, where it does not overwrite the gate."""
-
-    @classmethod
-    def of(cls, arena: ActivationArena, config: ModelConfig, tokens: int) -> "Activations":
+    def __init__(self, arena: ActivationArena, config: ModelConfig, tokens: int) -> None:
         """Name the parts of the arena that a step of so many tokens (padding included) uses."""
-        qkv = arena.view("qkv", tokens)
         k_begin, v_begin = config.q_width, config.q_width + config.kv_width
-        attended = arena.view("attended", tokens)
-        return cls(
-            positions=arena.view("positions", tokens)[:, 0],
-            spine=arena.view("spine", tokens),
-            to_attention=arena.view("to_attention", tokens),
-            qkv=qkv,
-            q=qkv[:, :k_begin].view(tokens, config.heads, config.head_dim),
-            k=qkv[:, k_begin:v_begin].view(tokens, config.kv_heads, config.head_dim),
-            v=qkv[:, v_begin:].view(tokens, config.kv_heads, config.head_dim),
-            attended=attended,
-            heads_out=attended.view(tokens, config.heads, config.head_dim),
-            to_feed_forward=arena.view("to_feed_forward", tokens),
-            gate_up=arena.view("gate_up", tokens),
-            gated=arena.view("gated", tokens) if "gated" in arena else None,
-        )
+        self.positions = arena.view("positions", tokens)[:, 0]
+        """int32 [tokens]"""
+        self.spine = arena.view("spine", tokens)
+        """[tokens, width]: the residual stream."""
+        self.to_attention = arena.view("to_attention", tokens)
+        """[tokens, width]: norm(x), then from the block below its feed-forward branch before the addition."""
+        self.qkv = arena.view("qkv", tokens)
+        """[tokens, q_width + 2 * kv_width]"""
+        self.q = self.qkv[:, :k_begin].view(tokens, config.heads, config.head_dim)
+        self.k = self.qkv[:, k_begin:v_begin].view(tokens, config.kv_heads, config.head_dim)
+        self.v = self.qkv[:, v_begin:].view(tokens, config.kv_heads, config.head_dim)
+        self.attended = arena.view("attended", tokens)
+        """[tokens, q_width]: the outputs of all heads, concatenated."""
+        self.heads_out = self.attended.view(tokens, config.heads, config.head_dim)
+        self.to_feed_forward = arena.view("to_feed_forward", tokens)
+        """[tokens, width]: the attention branch before its addition, then norm(x')."""
+        self.gate_up = arena.view("gate_up", tokens)
+        """[tokens, 2 * ffn_width]"""
+        self.gated = arena.view("gated", tokens) if "gated" in arena else None
+        """[tokens, ffn_width]: SiLU(gate) * up, where it does not overwrite the gate."""
 
 
 class Block:
@@ -221,7 +197,7 @@ class Transformer:
         observe hears everything that is ever added to the spine, [tokens, width] and before it is added: first the
         embedding, then the contributions of each block's two branches. The tensor is a view that is overwritten later.
         """
-        step = Activations.of(arena, self.config, tokens)
+        step = Activations(arena, self.config, tokens)
         self._embed(arena.view("tokens", tokens)[:, 0], out=step.spine)
         if observe is not None:
             observe(step.spine)

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -37,6 +37,7 @@ from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
 from octavo.scheduler.planning import (
     CPU_RUNTIME,
     HOST,
+    EnginePlan,
     Machine,
     gpu_runtime,
     plan_engine,
@@ -44,20 +45,9 @@ from octavo.scheduler.planning import (
     runner_limits,
 )
 from octavo.scheduler.policy import Scheduler
-from octavo.scheduler.request import Limits
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Engine:
-    """What the limits and the memory plan follow from, and these two."""
-
-    config: ModelConfig
-    placement: Placement
-    limits: Limits
-    plan: MemoryPlan
 
 
 def load(
@@ -73,29 +63,31 @@ def load(
     Raises CheckpointError, ConfigurationError or DeviceError: each one line, with an exit code.
     """
     started = time.monotonic()
-    checkpoint, chosen = choose(config)
-    kernels = chosen.kernels
-    if (checkpoint.config.quantised and not kernels.panels) or (checkpoint.config.stored_fp8 and kernels.fp8 is None):
-        _log.warning("the quantised weights are widened to %s: these kernels cannot use them as they are", chosen.dtype)
-    engine = _plan(config, checkpoint.config, chosen)
-    ledger = MemoryLedger(engine.plan)
-    limits, gpu = runner_limits(engine.limits, engine.plan.blocks), engine.placement.gpu(eager=config.enforce_eager)
-    ranks = join(_decided(config, engine)) if join else None
-    runner = build_runner(checkpoint, kernels, chosen.dtype, limits, ledger, _progress(report), gpu, ranks)
-    if gpu is not None:
+    checkpoint, placement = choose(config)
+    model, kernels = checkpoint.config, placement.kernels
+    if (model.quantised and not kernels.panels) or (model.stored_fp8 and kernels.fp8 is None):
+        text = "the quantised weights are widened to %s: these kernels cannot use them as they are"
+        _log.warning(text, placement.dtype)
+    placement, plan = _plan(config, model, placement)
+    ledger = MemoryLedger(plan.memory)
+    limits, capture = runner_limits(plan.limits, plan.memory.blocks), placement.capture(eager=config.enforce_eager)
+    ranks = join(_decided(config, placement, plan)) if join else None
+    runner = build_runner(checkpoint, placement, limits, ledger, _progress(report), ranks, capture)
+    if placement.on_gpu:
         report(Loading(phase="running every operation once", progress=1.0))
         warm_up(runner)
     report(Loading(phase="checking batch invariance", progress=1.0))
-    invariance = (False, ON_GPU) if gpu is not None else check_batch_invariance(runner.model)
+    invariance = (False, ON_GPU) if placement.on_gpu else check_batch_invariance(runner.model)
     if ranks:
-        ranks.compare(engine.plan)
+        ranks.compare(plan.memory)
     if kernels.name != "torch":
         # The kernels have threads of their own. What is left to torch is one row of logits at a time, too little to be
         # worth its threads, whose barriers spin and so take time from whoever else computes.
         torch.set_num_threads(1)
     hasher = PrefixHasher(config.block_size) if config.prefix_caching else None
-    scheduler = Scheduler(BlockPool(engine.plan.blocks), hasher, engine.limits, checkpoint.config.eos_ids)
-    return scheduler, runner, _describe(engine, ledger, runner.weights_digest, invariance, time.monotonic() - started)
+    scheduler = Scheduler(BlockPool(plan.memory.blocks), hasher, plan.limits, model.eos_ids)
+    ready = _describe(model, placement, plan, ledger, runner.weights_digest, invariance, time.monotonic() - started)
+    return scheduler, runner, ready
 
 
 def choose(config: EngineConfig) -> tuple[Checkpoint, Placement]:
@@ -131,17 +123,17 @@ def _check_division(model: ModelConfig, ranks: int) -> None:
         raise ConfigurationError(f"--tensor-parallel-size {ranks}: {error}") from error
 
 
-def _decided(config: EngineConfig, engine: _Engine) -> EngineConfig:
-    limits = engine.limits
+def _decided(config: EngineConfig, placement: Placement, plan: EnginePlan) -> EngineConfig:
+    limits = plan.limits
     return msgspec.structs.replace(
         config,
-        device="cuda" if engine.placement.on_gpu else "cpu",
+        device="cuda" if placement.on_gpu else "cpu",
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows,
         max_num_batched_tokens=limits.max_tokens,
-        memory=engine.plan.budget,
+        memory=plan.memory.budget,
         gpu_memory_utilization=None,
-        kv_blocks=engine.plan.blocks,
+        kv_blocks=plan.memory.blocks,
     )
 
 
@@ -170,8 +162,8 @@ def choose_dtype(name: str, *, on_gpu: bool = False) -> torch.dtype:
     return dtypes[name]
 
 
-def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _Engine:
-    """Decide the limits and the size of the pool, before anything large is allocated."""
+def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> tuple[Placement, EnginePlan]:
+    """Decide limits, workspaces and the size of the pool, before anything large is allocated."""
     machine, available = _machine(placement)
     if placement.workspaces is not None:
         limits = plan_without_pool(config, model, placement.formats, machine).limits
@@ -200,7 +192,7 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> _En
         if placement.on_gpu:  # whose memory is not paged out
             raise ConfigurationError(shortage)
         _log.warning("%s", shortage)
-    return _Engine(model, placement, plan.limits, plan.memory)
+    return placement, plan
 
 
 def _machine(placement: Placement) -> tuple[Machine, int]:
@@ -224,19 +216,25 @@ def _kept(model: ModelConfig, placement: Placement) -> tuple[str, ...]:
     return tuple(sorted(kinds)) if placement.kernels.fp8 is None else (FP8_KIND,)
 
 
-def _runtime(engine: _Engine) -> MemoryLine:
+def _runtime(placement: Placement, plan: MemoryPlan) -> MemoryLine:
     """What lies beside the buckets: on a GPU as measured, once steps are captured."""
-    if not engine.placement.on_gpu:
+    if not placement.on_gpu:
         return MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0)
-    free, total = torch.cuda.mem_get_info(engine.placement.device)
-    planned, allocated = gpu_runtime(engine.placement.ranks), max(0, total - free - engine.plan.total)
+    free, total = torch.cuda.mem_get_info(placement.device)
+    planned, allocated = gpu_runtime(placement.ranks), max(0, total - free - plan.total)
     return MemoryLine(bucket="runtime", planned=planned, allocated=allocated)
 
 
 def _describe(
-    engine: _Engine, ledger: MemoryLedger, weights_digest: str, invariance: tuple[bool, str], load_seconds: float
+    model: ModelConfig,
+    placement: Placement,
+    plan: EnginePlan,
+    ledger: MemoryLedger,
+    weights_digest: str,
+    invariance: tuple[bool, str],
+    load_seconds: float,
 ) -> Ready:
-    model, limits, placement = engine.config, engine.limits, engine.placement
+    limits = plan.limits
     return Ready(
         architecture=model.architecture,
         parameters=parameters(model),
@@ -245,7 +243,7 @@ def _describe(
         max_num_seqs=limits.max_rows,
         max_num_batched_tokens=limits.max_tokens,
         block_size=limits.block_size,
-        blocks=engine.plan.blocks,
+        blocks=plan.memory.blocks,
         kv_bytes_per_token=kv_layout(model, limits.block_size, placement.formats.cache).token_bytes,
         eos_ids=model.eos_ids,
         device=str(placement.device),
@@ -260,10 +258,10 @@ def _describe(
                 MemoryLine(bucket=bucket, planned=ledger.plan.planned(bucket), allocated=ledger.allocated(bucket))
                 for bucket in BUCKETS
             ),
-            _runtime(engine),
+            _runtime(placement, plan.memory),
             MemoryLine(bucket="host", planned=HOST, allocated=0),
         ),
-        memory_budget=engine.plan.budget,
+        memory_budget=plan.memory.budget,
         batch_invariant=invariance[0],
         batch_invariance_reason=invariance[1],
         load_seconds=load_seconds,

@@ -7,7 +7,6 @@ This package imports no torch at run time, so that sizes can be planned without 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -81,10 +80,6 @@ class Kernels(Protocol):
     @property
     def fp8(self) -> Fp8Scratch | None:
         """Where activations are rounded to, if the blocks' matrices are kept in 8-bit floats; else None."""
-        ...
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body`, which computes on the same memory each time, and return the fastest way to run it again."""
         ...
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> Linear:

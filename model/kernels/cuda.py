@@ -4,7 +4,6 @@ All sums are made in float32 and rounded once. Which order cuBLAS adds in depend
 are those of its step, not of the row alone.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +55,6 @@ class CudaKernels:
         self.fp8 = Fp8Scratch() if fp8 else None
         self._device = device
         self._library: Any = load_flashinfer()
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body`; the way to run it again is to run it again. Steps are captured by the runner, see graphs.py."""
-        body()
-        return body
 
     def linear(
         self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = ""

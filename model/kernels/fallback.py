@@ -1,7 +1,5 @@
 """The same operators in plain torch, where the C++ library cannot be built: slower, and with temporary tensors."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -69,11 +67,6 @@ class TorchKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.threads = torch.get_num_threads()
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body`; the way to run it again is to run it again."""
-        body()
-        return body
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> TorchLinear:
         """Make a Linear with uninitialised weights. ValueError for quantised ones: they must be widened."""

@@ -5,7 +5,6 @@ Calls release the GIL.
 """
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from struct import Struct
 
@@ -199,10 +198,6 @@ class NativeKernels:
         self._largest = library.function(
             f"largest_{self.vector_variant}", c_void_p, c_int64, *counts, c_void_p, c_void_p
         )
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` and return what repeats its calls, without Python's share of them."""
-        return self.library.record(body)
 
     def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> PackedLinear:
         """Make a Linear with uninitialised weights; quantised is empty or a key of QUANTISED."""

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -8,8 +7,6 @@ from support.checkpoints import tiny_model
 from support.driving import Driver, Request
 from support.runners import SMALL, build
 
-from octavo.model.kernels import Kernels
-from octavo.model.kernels.fallback import TorchKernels
 from octavo.model.kernels.load import load_kernels
 from octavo.model.kernels.native import NativeKernels
 from octavo.model.runner import ModelRunner
@@ -22,11 +19,10 @@ def native(dtype: torch.dtype = torch.float32) -> NativeKernels:
     return kernels
 
 
-@pytest.mark.parametrize("kernels", [native, lambda: TorchKernels(torch.float32)], ids=["native", "torch"])
-def test_what_is_repeated_computes_on_what_the_memory_holds_by_then(kernels: Callable[[], Kernels]) -> None:
-    ops = kernels()
+def test_what_is_repeated_computes_on_what_the_memory_holds_by_then() -> None:
+    kernels = native()
     x, branch = torch.zeros(2, 16), torch.ones(2, 16)
-    repeat = ops.record(lambda: ops.add(x, branch))
+    repeat = kernels.library.record(lambda: kernels.add(x, branch))
     assert x.eq(1).all()
     branch.fill_(3)
     repeat()
@@ -49,7 +45,7 @@ def test_a_repetition_ends_at_an_id_that_is_out_of_range() -> None:
         table.gather(ids, out=found)
         kernels.add(x, branch)
 
-    repeat = kernels.record(body)
+    repeat = kernels.library.record(body)
     ids.fill_(10)
     with pytest.raises(ValueError, match="out of range"):
         repeat()
@@ -65,8 +61,8 @@ def test_an_error_while_recording_ends_the_recording() -> None:
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        kernels.record(body)
-    repeat = kernels.record(lambda: kernels.add(x, x))
+        kernels.library.record(body)
+    repeat = kernels.library.record(lambda: kernels.add(x, x))
     repeat()
     assert x.eq(4).all()
 

@@ -182,8 +182,5 @@ def test_captured_sizes_are_powers_and_multiples_up_to_the_most_rows() -> None:
 def test_an_eager_placement_captures_nothing(gpu: Emulation) -> None:
     found = Placement(CPU, torch.bfloat16, CudaKernels(torch.bfloat16, CPU), Workspaces())
     with mock.patch.object(placement, "CudaCapture", lambda device: ("captures on", device)):
-        eager, captured = found.gpu(eager=True), found.gpu(eager=False)
-    assert eager is not None
-    assert eager.capture is None
-    assert captured is not None
-    assert captured.capture == ("captures on", CPU)
+        assert found.capture(eager=True) is None
+        assert found.capture(eager=False) == ("captures on", CPU)

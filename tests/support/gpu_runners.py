@@ -21,11 +21,11 @@ from octavo.kvcache.store import KVStore
 from octavo.model import placement
 from octavo.model.config import ModelConfig
 from octavo.model.device import CPU
-from octavo.model.graphs import Gpu, Replay
+from octavo.model.graphs import Replay
 from octavo.model.kernels.cuda import CudaKernels
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
 from octavo.model.parallel import Ranks
-from octavo.model.placement import place_on_gpu
+from octavo.model.placement import Placement, place_on_gpu
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.step import Runner, SamplingParams, TokenLogprobs
 from octavo.model.weights.checkpoint import Checkpoint
@@ -157,8 +157,9 @@ def build_on_gpu(
     """A runner with FlashInfer's attention, or the reference's beside the same kernels, and its ledger."""
     formats = gpu_formats(workspaces, fp8=fp8, ranks=ranks.size if ranks else 1)
     ledger = MemoryLedger(plan_memory(checkpoint.config, formats, limits, budget=1 << 40))
-    kernels, gpu = CudaKernels(torch.bfloat16, CPU, fp8=fp8), Gpu(CPU, workspaces, capture)
-    build = (checkpoint, kernels, torch.bfloat16, limits, ledger, lambda done, total: None, gpu, ranks)
+    kernels, size = CudaKernels(torch.bfloat16, CPU, fp8=fp8), ranks.size if ranks else 1
+    placed = Placement(CPU, torch.bfloat16, kernels, workspaces, size)
+    build = (checkpoint, placed, limits, ledger, lambda done, total: None, ranks, capture)
     if not reference:
         runner = build_runner(*build)
     else:

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from octavo.kvcache.ledger import MemoryLedger
+from octavo.model.device import CPU
 from octavo.model.kernels import Kernels
 from octavo.model.kernels.load import load_kernels
 from octavo.model.memory import Formats, RunnerLimits, plan_memory
+from octavo.model.placement import Placement
 from octavo.model.runner import ModelRunner, build_runner
 from octavo.model.step import Admission, Row, SamplingParams, Step
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
@@ -46,7 +48,8 @@ def build(
     kernels, within = cpu_kernels(dtype), replace(SMALL, **limits)
     plan = plan_memory(checkpoint.config, formats_of(kernels, dtype), planned or within, budget=1 << 40)
     ledger = MemoryLedger(plan)
-    return build_runner(checkpoint, kernels, dtype, within, ledger, lambda done, total: None), ledger
+    placement = Placement(CPU, dtype, kernels, None)
+    return build_runner(checkpoint, placement, within, ledger, lambda done, total: None), ledger
 
 
 def logits_of(runner: ModelRunner, tokens: list[int]) -> Tensor:
