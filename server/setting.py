@@ -1,4 +1,4 @@
-"""One setting: a row of the table in `server/settings.py`."""
+"""One setting: a row in `server/settings.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
