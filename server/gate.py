@@ -3,8 +3,8 @@
 Refusals must cost next to nothing, and their answers must arrive.
 """
 
+import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 
 from starlette.responses import Response
@@ -73,7 +73,7 @@ def lookout(judges: Iterable[Judge], responded: Callable[[int], None]) -> Callab
 def identify(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Name a request: the client's own id where it is harmless, else a new one. Returns the headers that say so."""
     given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id")
-    identity = next(filter(REQUEST_ID.fullmatch, given), None) or uuid.uuid4().hex
+    identity = next(filter(REQUEST_ID.fullmatch, given), None) or os.urandom(16).hex()
     scope.setdefault("state", {})["request_id"] = identity
     names = (b"x-request-id", b"request-id") if is_messages(scope["path"]) else (b"x-request-id",)
     return [(name, identity.encode()) for name in names]

@@ -42,27 +42,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._too_large = True
             self.send_400_response("")
 
-    def on_message_begin(self) -> None:
-        """Begin to count."""
-        super().on_message_begin()
-        self._counted = 0
-
-    def on_url(self, url: bytes) -> None:
-        """Count the target."""
-        self._count(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header; drop a trailer."""
-        if not self._reading_head:
-            return
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
-            self._count(MAX_HEAD_BYTES)
+        """Drop a trailer."""
+        if self._reading_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand on the request; what follows is its body."""
+        """Hand on the request, unless its head is too large; what follows is its body."""
+        size = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._too_large = True
+            raise _TooLargeError
         self._reading_head = False
         super().on_headers_complete()
 
@@ -70,12 +60,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """What follows is the next request's head."""
         super().on_message_complete()
         self._reading_head, self._head_bytes = True, 0
-
-    def _count(self, size: int) -> None:
-        self._counted += size
-        if self._counted > MAX_HEAD_BYTES:
-            self._too_large = True
-            raise _TooLargeError
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close; nothing that was sent is repeated."""
@@ -94,31 +78,45 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Deadline:
-    """A clock that is started and stopped, and acts if it runs out."""
+    """A clock that is started and stopped, and acts if it runs out.
+
+    Its timer is moved only when it fires: most clocks are stopped long before that.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, act: Callable[[], None]) -> None:
         """`seconds` 0: it never runs out."""
         self._loop = loop
         self._seconds = seconds
         self._act = act
+        self.due: float | None = None
+        """When it runs out; None while it is stopped."""
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it was started and not stopped since."""
-        return self._timer is not None
 
     def start(self) -> None:
         """Start it from the beginning."""
-        self.stop()
         if self._seconds:
-            self._timer = self._loop.call_later(self._seconds, self._act)
+            self.due = self._loop.time() + self._seconds
+            if self._timer is None:
+                self._timer = self._loop.call_at(self.due, self._fire)
 
     def stop(self) -> None:
         """Stop it."""
+        self.due = None
+
+    def close(self) -> None:
+        """Stop it for good."""
+        self.stop()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self.due is None:
+            return
+        if self._loop.time() < self.due:
+            self._timer = self._loop.call_at(self.due, self._fire)
+        else:
+            self._act()
 
 
 class GuardedProtocol(BoundedProtocol):
@@ -147,13 +145,13 @@ class GuardedProtocol(BoundedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all clocks."""
-        self._receiving.stop()
-        self._sending.stop()
+        self._receiving.close()
+        self._sending.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """The first byte after an answer begins a request, whatever it is."""
-        if not self._receiving.running and (self.cycle is None or self.cycle.response_complete):
+        if self._receiving.due is None and (self.cycle is None or self.cycle.response_complete):
             self._receiving.start()
         super().data_received(data)
 
