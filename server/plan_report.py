@@ -1,6 +1,7 @@
 """The answer of `octavo plan` as text for people and as JSON for programs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from octavo.model.roofline import decode_seconds, prefill_rate
 from octavo.scheduler.planning import HOST
@@ -12,7 +13,7 @@ DECODE_CONTEXT = 1024
 """Tokens behind each request in the bounds of a decode step, unless told otherwise."""
 _GIB = 1 << 30
 
-Facts = dict[str, object]
+Facts = dict[str, Any]
 
 
 def facts(answer: Forecast) -> Facts:
@@ -65,7 +66,7 @@ def _sizes(answer: Forecast) -> Facts:
 
 def text(answer: Forecast) -> Iterator[str]:
     """Lines for a terminal."""
-    question, limits, memory = answer.question, answer.limits, answer.memory
+    question, limits, found = answer.question, answer.limits, facts(answer)
     where = question.device.name if question.device else "this machine's CPU"
     yield f"{question.devices} x {where}, weights {question.weights}, KV cache {question.kv_dtype}" + (
         "; bytes of each device" if question.devices > 1 else ""
@@ -75,18 +76,19 @@ def text(answer: Forecast) -> Iterator[str]:
     elif question.device is not None:
         yield "predicted: this version was never measured on a GPU"
     yield ""
-    yield _size("weights", memory.weights, "matrices and norms")
-    yield _size("cache", memory.cache, f"{memory.blocks:,} blocks of {memory.block_bytes:,} B")
-    yield _size("activations", memory.activations, "")
-    for name, size in answer.activations.items():
+    yield _size("weights", found["weights"], "matrices and norms")
+    yield _size("cache", found["cache"], f"{found['blocks']:,} blocks of {found['block_bytes']:,} B")
+    yield _size("activations", found["activations"], "")
+    for name, size in found["activation_parts"].items():
         yield _size("  " + name, size, "predicted" if name == "workspaces" else "")
-    yield _size("total", memory.total, f"of a budget of {memory.budget:,} B")
-    yield _size("runtime", question.runtime, f"predicted: {_runtime(answer)}, beside the budget")
-    yield _size("host", HOST, "predicted: the process that answers HTTP, in RAM")
+    yield _size("total", found["total"], f"of a budget of {found['budget']:,} B")
+    libraries = "CUDA context and libraries" if question.device else "interpreter and libraries of the engine"
+    yield _size("runtime", found["runtime"], f"predicted: {libraries}, beside the budget")
+    yield _size("host", found["host"], "predicted: the process that answers HTTP, in RAM")
     yield ""
     yield (
-        f"KV cache   {memory.blocks * limits.block_size:,} tokens in {memory.blocks:,} blocks of {limits.block_size}; "
-        f"{memory.block_bytes // limits.block_size:,} B a token"
+        f"KV cache   {found['tokens']:,} tokens in {found['blocks']:,} blocks of {limits.block_size}; "
+        f"{found['kv_bytes_per_token']:,} B a token"
     )
     yield (
         f"limits     --max-model-len {limits.max_model_len}  --max-num-seqs {limits.max_rows}  "
@@ -95,41 +97,34 @@ def text(answer: Forecast) -> Iterator[str]:
     wanted = question.context or question.engine.max_model_len or question.model.max_context
     if limits.max_model_len < wanted:
         yield f"           --max-model-len is lowered from {wanted} to what the KV cache holds"
-    at_once = (f"{answer.requests_of(length)} of {length:,} tokens" for length in _lengths(answer))
+    at_once = (f"{count} of {int(length):,} tokens" for length, count in found["requests"].items())
     yield f"at once    {', '.join(at_once)}"
-    yield from _bound_lines(answer)
-    yield from _verdict(answer)
+    yield from _bound_lines(found["bounds"])
+    yield from _verdict(answer, found)
 
 
-def _runtime(answer: Forecast) -> str:
-    return "CUDA context and libraries" if answer.question.device else "interpreter and libraries of the engine"
-
-
-def _verdict(answer: Forecast) -> Iterator[str]:
+def _verdict(answer: Forecast, found: Facts) -> Iterator[str]:
     question = answer.question
     if question.users is not None:
-        length = question.context or answer.limits.max_model_len
-        if needed := devices_needed(question):
-            replicas, each = needed
-            how = f"{replicas} of {each} in tensor parallel"
-            yield f"needed     {replicas * each} devices ({how}) for {question.users} requests of {length:,} tokens"
+        wanted = f"{question.users} requests of {question.context or answer.limits.max_model_len:,} tokens"
+        if needed := found["devices_needed"]:
+            how = f"{needed['replicas']} of {needed['each']} in tensor parallel"
+            yield f"needed     {needed['total']} devices ({how}) for {wanted}"
         else:
-            yield f"needed     no number of these devices holds {question.users} requests of {length:,} tokens"
+            yield f"needed     no number of these devices holds {wanted}"
     yield ""
     if answer.fits:
         yield "It fits."
         return
     yield f"It does not fit: {answer.shortfall}."
-    found = changes(question)
-    yield "The cheapest changes that make it fit:" if found else "No single change or pair of changes makes it fit."
-    for change, new in found:
-        added = set(new.question.not_served) - set(question.not_served)
+    changes = found["changes"]
+    yield "The cheapest changes that make it fit:" if changes else "No single change or pair of changes makes it fit."
+    for new in changes:
+        added = set(new["not_served"]) - set(question.not_served)
         label = " (not served by this version)" if added else ""
-        memory = new.memory
         yield (
-            f"  {change}{label}: weights {memory.weights:,} B, activations {memory.activations:,} B, "
-            f"{memory.blocks:,} blocks = {memory.blocks * new.limits.block_size:,} tokens; "
-            f"{memory.total:,} B of {memory.budget:,} B"
+            f"  {new['change']}{label}: weights {new['weights']:,} B, activations {new['activations']:,} B, "
+            f"{new['blocks']:,} blocks = {new['tokens']:,} tokens; {new['total']:,} B of {new['budget']:,} B"
         )
 
 
@@ -138,7 +133,8 @@ def _bounds(answer: Forecast) -> Facts | None:
     device = question.device
     if device is None or not device.bandwidth:
         return None
-    model, formats, context = question.model, question.formats, _decode_context(answer)
+    model, formats = question.model, question.formats
+    context = question.context or min(DECODE_CONTEXT, answer.limits.max_model_len)
     return {
         "context": context,
         "decode_ms": {str(n): 1000 * decode_seconds(model, formats, device, n, context) for n in BATCHES},
@@ -146,21 +142,14 @@ def _bounds(answer: Forecast) -> Facts | None:
     }
 
 
-def _bound_lines(answer: Forecast) -> Iterator[str]:
-    question, context = answer.question, _decode_context(answer)
-    device = question.device
-    if device is None or not device.bandwidth:
+def _bound_lines(bounds: Facts | None) -> Iterator[str]:
+    if bounds is None:
         yield "bounds     none: the bandwidth of this device is not known (name one: --device h200)"
         return
-    steps = [(n, decode_seconds(question.model, question.formats, device, n, context)) for n in BATCHES]
     yield "bounds     of the hardware by its data sheet, which no implementation beats; not a measurement"
-    yield f"  decode   at least {', '.join(f'{1000 * least:.1f} ms for {n}' for n, least in steps)}"
-    yield f"           (requests in a step, {context:,} tokens behind each)"
-    yield f"  prefill  at most {prefill_rate(question.model, question.formats, device):,.0f} tokens/s"
-
-
-def _decode_context(answer: Forecast) -> int:
-    return answer.question.context or min(DECODE_CONTEXT, answer.limits.max_model_len)
+    yield f"  decode   at least {', '.join(f'{least:.1f} ms for {n}' for n, least in bounds['decode_ms'].items())}"
+    yield f"           (requests in a step, {bounds['context']:,} tokens behind each)"
+    yield f"  prefill  at most {bounds['prefill_tokens_per_second']:,.0f} tokens/s"
 
 
 def _lengths(answer: Forecast) -> list[int]:
