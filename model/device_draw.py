@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.model.device import to_device
+from octavo.model.draw import CANDIDATES, ID_BITS
 from octavo.model.slots import IntArray, Records
-
-_CANDIDATES = 1024
-"""How many of the most likely tokens are ranked where top_k keeps no more."""
-_ID_BITS = 0xFFFFFFFF
 
 Rows = Sequence[int] | IntArray
 
@@ -37,8 +34,8 @@ def draw_rows(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> T
 def draw_truncated_rows(logits: Tensor, records: Records, noise: NDArray[np.float64]) -> Tensor:
     """Draw as `draw_rows` does, but also by top_k and top_p."""
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    few = records["top_k"] <= _CANDIDATES
-    for group, count in ((few, _CANDIDATES), (~few, logits.shape[1])):
+    few = records["top_k"] <= CANDIDATES
+    for group, count in ((few, CANDIDATES), (~few, logits.shape[1])):
         rows = np.flatnonzero(group)
         if len(rows):
             weights = _truncated(take_rows(logits, rows), records[rows], min(count, logits.shape[1]))
@@ -66,7 +63,7 @@ def most_likely_rows(values: Tensor, count: int) -> Tensor:
     descending = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).bitwise_not_()
     keys = descending.long().bitwise_left_shift_(32).add_(torch.arange(values.shape[1], device=values.device))
     ranked = keys.sort(dim=1) if count == values.shape[1] else keys.topk(count, dim=1, largest=False)
-    return ranked.values & _ID_BITS
+    return ranked.values & ID_BITS
 
 
 def rank_rows(ids: Tensor, values: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from octavo.model.slots import Record
 Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
 """What `highest` is."""
 
-_CANDIDATES = 1024
+CANDIDATES = 1024
 """How many of the most likely tokens are ranked first; the whole vocabulary only where they do not settle a row."""
-_ID_BITS = 0xFFFFFFFF
+ID_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def draw(logits: Tensor, record: Record, noise: float, scratch: RowScratch) -> T
 def draw_truncated(logits: Tensor, record: Record, noise: float, scratch: RowScratch) -> Tensor:
     """Draw as `draw` does, but also by top_k and top_p. Both are exact, however many tokens they keep."""
     vocabulary, top_k = len(logits), int(record["top_k"])
-    for count in (min(_CANDIDATES, vocabulary), vocabulary):
+    for count in (min(CANDIDATES, vocabulary), vocabulary):
         weights = probabilities(logits, record, scratch)
         ids = most_likely(logits, count, scratch)
         ranked = torch.gather(weights, 0, ids, out=scratch.ranked[:count])
@@ -108,13 +108,13 @@ def most_likely(values: Tensor, count: int, scratch: RowScratch) -> Tensor:
     """
     keys = ranking_keys(values, scratch)
     if not keys.is_cpu:
-        return keys.topk(count, largest=False).values & _ID_BITS
+        return keys.topk(count, largest=False).values & ID_BITS
     # numpy's vectorised selection and sort take a tenth of the time of torch's.
     array = keys.numpy()
     if count < len(array):
         array.partition(count)
     array[:count].sort()
-    return keys[:count].bitwise_and_(_ID_BITS)
+    return keys[:count].bitwise_and_(ID_BITS)
 
 
 def rank_of(token: int, values: Tensor, scratch: RowScratch) -> Tensor:

@@ -29,13 +29,11 @@ from octavo.model.parallel import Ranks, share_destinations
 from octavo.model.placement import Placement
 from octavo.model.poison import Poison, poison_wanted
 from octavo.model.sampling import Sampled, Sampler
-from octavo.model.slots import SlotTable
+from octavo.model.slots import IntArray, SlotTable, ragged
 from octavo.model.step import Pending, Row, RowResult, Step, StepResult
 from octavo.model.transformer import Transformer
 from octavo.model.weights.checkpoint import Checkpoint, load_weights
 from octavo.model.weights.headers import stored_shapes
-
-IntArray = NDArray[np.int64]
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +85,7 @@ class _Rows:
 
     def scored(self) -> _Wanted:
         """The tokens that predict a prompt token to be scored, row after row."""
-        row = np.repeat(np.arange(len(self.counts)), self.scores)
-        offset = np.arange(len(row)) - (np.cumsum(self.scores) - self.scores)[row]
+        _, row, offset = ragged(self.scores)
         first = np.cumsum(self.counts) - self.counts
         return _Wanted(first[row] + offset, self.slots[row], self.starts[row] + offset + 1)
 

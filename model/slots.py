@@ -124,7 +124,7 @@ class SlotTable:
         lengths = starts + counts
         used_blocks = -(-lengths // self.block_size)
         self._check_rows(slots, counts, lengths)
-        query_indptr, row_of_token, offset = _ragged(counts)
+        query_indptr, row_of_token, offset = ragged(counts)
         positions = starts[row_of_token] + offset
         slot_of_token = slots[row_of_token]
         block = self._blocks[slot_of_token, positions // self.block_size]
@@ -132,7 +132,7 @@ class SlotTable:
         slots_out[:total].copy_(_int32(block * self.block_size + positions % self.block_size))
         positions_out[:total].copy_(to_device(positions.astype(np.int32), self.device))
         torch.index_select(self.tokens.view(-1), 0, self._cells(slot_of_token, positions), out=tokens_out[:total])
-        block_indptr, row_of_block, index = _ragged(used_blocks)
+        block_indptr, row_of_block, index = ragged(used_blocks)
         return AttentionBatch(
             query_indptr=_int32(query_indptr),
             kv_lengths=_int32(lengths),
@@ -229,7 +229,7 @@ def _columns(rows: tuple[Row, ...]) -> tuple[IntArray, IntArray, IntArray]:
     return table[:, 0], table[:, 1], table[:, 2]
 
 
-def _ragged(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def ragged(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Lay out rows of `counts` items: returns indptr [rows + 1], and for each item its row and its index in the row."""
     indptr = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])

@@ -8,8 +8,7 @@ from torch import Tensor
 from octavo.model.kernels import Kernels, Linear
 from octavo.model.kernels.fp8 import Fp8Linear
 from octavo.model.matrices import FusedMatrix
-from octavo.model.weights import Destination
-from octavo.model.weights.destination import STORED_FP8
+from octavo.model.weights.destination import STORED_FP8, Destination
 
 
 class StackedLinear:

@@ -23,7 +23,7 @@ from octavo.model.layers import RMSNorm, rope_table
 from octavo.model.matrices import BlockMatrices, kept_quantised, vocabulary_matrices
 from octavo.model.parallel import Ranks
 from octavo.model.stacked import destinations, fused_linear
-from octavo.model.weights import Destination
+from octavo.model.weights.destination import Destination
 
 
 class Activations:

@@ -187,7 +187,8 @@ class Metrics(Collector):
         """Yield every metric. Called by the Prometheus library."""
         yield from self._request_metrics()
         yield from self._token_metrics()
-        yield from self._latency_metrics()
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._histograms[name].family(f"octavo_{name}", text)
         yield from self._engine_metrics()
         yield from self._memory_metrics()
 
@@ -266,10 +267,6 @@ class Metrics(Collector):
         yield _counter("preemptions", "Requests put back for lack of KV blocks.", self._total("preemptions_total"))
         text = "Tokens computed by steps, in rows of one token (decode) and in longer ones (prefill)."
         yield _counters("computed_tokens", text, "kind", self.computed_tokens)
-
-    def _latency_metrics(self) -> Iterator[Metric]:
-        for name, (text, _) in HISTOGRAMS.items():
-            yield self._histograms[name].family(f"octavo_{name}", text)
 
     def _engine_metrics(self) -> Iterator[Metric]:
         ready = self._ready

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.server.template import ChatTemplate, TemplateError, TemplateRequestError
-from octavo.server.template_worker import Conversation, Rendered, Source
+from octavo.server.template_worker import Conversation, Rendered
 from octavo.server.tokenizer import Tokenizer
 from octavo.server.workers import WorkerError, WorkerPool, environment
 
@@ -57,7 +57,7 @@ def _try_out(template: ChatTemplate) -> None:
 
 
 def _opening(template: ChatTemplate) -> bytes:
-    return msgspec.json.encode(Source(template.source, template.bos_token, template.eos_token))
+    return msgspec.json.encode((template.source, template.bos_token, template.eos_token))
 
 
 class Renderer:

@@ -185,7 +185,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.vocabulary = vocabulary
         self.pool = WorkerPool(command, msgspec.json.encode(vocabulary), max_waiting=MAX_WAITING, subject="grammars")
-        self._cache: OrderedDict[tuple[Kind, str], Verdict] = OrderedDict()
+        self._cache: OrderedDict[Trial, Verdict] = OrderedDict()
         self.cached_bytes = 0
 
     async def compile(self, constraint: Constraint) -> str:
@@ -196,12 +196,12 @@ class GrammarCompiler:
                 f"'{constraint.param}' needs a model with an end-of-sequence token; this one declares none.",
                 "unsupported_parameter",
             )
-        key = (constraint.kind, constraint.text)
-        verdict = self._cache.get(key)
+        trial = Trial(constraint.kind, constraint.text)
+        verdict = self._cache.get(trial)
         if verdict is None:
-            verdict = await self._try(Trial(*key))
-            self._keep(key, verdict)
-        self._cache.move_to_end(key)
+            verdict = await self._try(trial)
+            self._keep(trial, verdict)
+        self._cache.move_to_end(trial)
         if verdict.error:
             raise invalid(constraint.param, f"Invalid '{constraint.param}': {verdict.error}")
         return verdict.grammar
@@ -217,12 +217,12 @@ class GrammarCompiler:
             return Verdict(error=f"it is too complex: compiling {error}")
         return msgspec.json.decode(answer, type=Verdict)
 
-    def _keep(self, key: tuple[Kind, str], verdict: Verdict) -> None:
-        self._cache[key] = verdict
-        self.cached_bytes += _size(key, verdict)
+    def _keep(self, trial: Trial, verdict: Verdict) -> None:
+        self._cache[trial] = verdict
+        self.cached_bytes += _size(trial, verdict)
         while self.cached_bytes > CACHE_BYTES and len(self._cache) > 1:
             self.cached_bytes -= _size(*self._cache.popitem(last=False))
 
 
-def _size(key: tuple[Kind, str], verdict: Verdict) -> int:
-    return len(key[1].encode()) + len(verdict.grammar.encode()) + len(verdict.error.encode()) + _OVERHEAD_BYTES
+def _size(trial: Trial, verdict: Verdict) -> int:
+    return len(trial.text.encode()) + len(verdict.grammar.encode()) + len(verdict.error.encode()) + _OVERHEAD_BYTES

@@ -1,6 +1,6 @@
 """Renders chat templates: `python -m octavo.server.template_worker`, a process that the server can kill.
 
-Reads lines of JSON: first a `Source`, then one `Conversation` a line, each answered by a `Rendered`. A template that
+Reads lines of JSON: first an `Opening`, then one `Conversation` a line, each answered by a `Rendered`. A template that
 cannot be compiled ends the process at once, after one line that says why. What takes too long or too much memory takes
 this process with it, and nothing else.
 """
@@ -19,12 +19,8 @@ MAX_OUTPUT_BYTES = 8 << 20
 """Of an answer, as JSON."""
 
 
-class Source(msgspec.Struct, frozen=True):
-    """A template and what it may know of the model."""
-
-    source: str
-    bos_token: str | None = None
-    eos_token: str | None = None
+Opening = tuple[str, str | None, str | None]
+"""A template, and the BOS and EOS tokens of its model."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -56,8 +52,7 @@ def render(template: ChatTemplate, line: bytes) -> bytes:
 
 def main() -> int:
     """Answer conversations until the server closes the pipe."""
-    source = msgspec.json.decode(sys.stdin.buffer.readline(), type=Source)
-    template = ChatTemplate(source.source, source.bos_token, source.eos_token)
+    template = ChatTemplate(*msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening))
     confine(ADDRESS_SPACE_BYTES)
     try:
         template.compile()

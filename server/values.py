@@ -11,6 +11,12 @@ from octavo.scheduler.faults import parse_fault
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+class OptionError(ValueError):
+    """Options contradict each other, or what one names cannot be used: one line."""
+
+    exit_code = 64
+
+
 def count(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
     """A parser of whole numbers in a range, with an optional suffix k or m (1,024 and its square)."""
 

@@ -5,7 +5,6 @@ from ctypes import c_char_p, c_float, c_int32, c_void_p
 from struct import Struct
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,10 +12,10 @@ from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
 from octavo.model.kernels.library import Library
+from octavo.model.kernels.native import SUFFIXES
 
 TILE = 96
 """Queries (heads x tokens) that one unit of parallel work computes; as in paged_attention.h."""
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**31 - 1
 
 _operands = Struct("8q").pack

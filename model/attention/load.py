@@ -15,7 +15,7 @@ from octavo.model.kernels import Kernels
 from octavo.model.kernels.fp8 import FP8
 from octavo.model.kernels.native import NativeKernels
 from octavo.model.stacked import unwanted
-from octavo.model.weights import Destination
+from octavo.model.weights.destination import Destination
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.workspaces import Workspaces
 

@@ -31,16 +31,10 @@ class Checkpoint(Protocol):
 
     path: Path
     config: ModelConfig
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        """The file of each tensor, where that is not `path` itself: for messages."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor that is there."""
-        ...
+    files: Mapping[str, Path]
+    """The file of each tensor, where that is not `path` itself: for messages."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every tensor that is there."""
 
     def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:
         """Rows of a tensor, all unless told otherwise, in float32, float16 or bfloat16. Raises CheckpointError.
@@ -77,8 +71,8 @@ class RandomCheckpoint:
         self.path = path
         self.config = replace(read_config(path).widened(), stored_fp8=False, cache_scales=False)
         self.seed = seed
-        self.shapes = tensor_shapes(self.config)
-        self.files: dict[str, Path] = {}
+        self.shapes: Mapping[str, tuple[int, ...]] = tensor_shapes(self.config)
+        self.files: Mapping[str, Path] = {}
 
     def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:  # noqa: ARG002
         """Rows of a tensor in the configuration's dtype."""

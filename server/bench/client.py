@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from octavo.server.values import OptionError
+
 MAX_ERROR_BYTES = 64 * 1024
 """Of an error's body, as much is kept."""
 
@@ -51,12 +53,6 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class AddressError(ValueError):
-    """A URL that cannot be a server's."""
-
-    exit_code = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a server is."""
@@ -69,14 +65,14 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Read a base URL, with or without /v1 at its end. Raises AddressError."""
+        """Read a base URL, with or without /v1 at its end. Raises OptionError."""
         parts = urlsplit(url)
         try:
             port = parts.port
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise AddressError(f"{url[:80]!r} is no URL of a server: give one such as http://127.0.0.1:8000")
+            raise OptionError(f"{url[:80]!r} is no URL of a server: give one such as http://127.0.0.1:8000")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), path, tls)

@@ -17,8 +17,8 @@ from octavo.server.bench.figures import Objective, samples, summary
 from octavo.server.bench.load import Load, Outcome
 from octavo.server.bench.plot import check_can_plot, draw
 from octavo.server.bench.report import headline, markdown, text
-from octavo.server.bench.workload import Call, Shape, Span, WorkloadError, read_trace
-from octavo.server.values import count, option, seconds
+from octavo.server.bench.workload import Call, Shape, Span, read_trace
+from octavo.server.values import OptionError, count, option, seconds
 
 HELP = """\
 Send load to any server that speaks OpenAI's API and report throughput and latencies, as a client sees them.
@@ -132,12 +132,12 @@ async def _measure(load: Load, warming: list[Call], calls: list[Call]) -> Outcom
 
 
 def _calls(parsed: argparse.Namespace) -> tuple[Shape, list[Call]]:
-    """How calls look, and those to measure. Raises WorkloadError."""
+    """How calls look, and those to measure. Raises OptionError."""
     given = [name for name in ("concurrency", "rate", "trace") if getattr(parsed, name) is not None]
     if len(given) > 1:
-        raise WorkloadError(f"--{given[0]} and --{given[1]} are different loads: give one of them")
+        raise OptionError(f"--{given[0]} and --{given[1]} are different loads: give one of them")
     if parsed.token_ids is not None and parsed.chat:
-        raise WorkloadError("--token-ids is for /v1/completions: leave --chat out")
+        raise OptionError("--token-ids is for /v1/completions: leave --chat out")
     shape = Shape(
         parsed.prompt_tokens, parsed.output_tokens, parsed.shared_prefix, parsed.token_ids, parsed.rate, parsed.seed
     )

@@ -6,20 +6,15 @@ from pathlib import Path
 import numpy as np
 
 from octavo.server.bench.figures import LATENCIES, Samples
-
-
-class PlotError(ValueError):
-    """There is nothing to draw with: one line."""
-
-    exit_code = 64
+from octavo.server.values import OptionError
 
 
 def check_can_plot() -> None:
-    """Raise PlotError if matplotlib is missing. Imports it, so that a long run does not end with that news."""
+    """Raise OptionError if matplotlib is missing. Imports it, so that a long run does not end with that news."""
     try:
         import matplotlib.backends.backend_agg  # noqa: F401, PLC0415
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install matplotlib") from None
+        raise OptionError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def draw(path: Path, title: str, samples: Mapping[str, Samples]) -> None:

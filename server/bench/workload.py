@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.server.values import OptionError
+
 _TEXT = """\
 time year people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work number night point home water room mother area money
@@ -19,12 +21,6 @@ find tell ask seem feel try leave call very just also then now here only more mo
 """
 WORDS = _TEXT.split()
 """Common words: with the space before it, each is one token in most vocabularies."""
-
-
-class WorkloadError(ValueError):
-    """Options contradict each other, or a trace cannot be read: one line."""
-
-    exit_code = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class Shape:
     def calls(self, count: int, first: int = 0) -> list[Call]:
         """Draw so many calls; others for another `first`."""
         if self.shared_prefix > self.prompt_tokens.low:
-            raise WorkloadError(
+            raise OptionError(
                 f"--shared-prefix {self.shared_prefix} exceeds the shortest prompt, of {self.prompt_tokens.low} tokens"
             )
         prefix = self._draw(random.Random(f"{self.seed} prefix"), self.shared_prefix)
@@ -121,23 +117,23 @@ def read_trace(path: Path, shape: Shape, *, chat: bool) -> list[Call]:
     """Read a trace: one JSON object a line, with `timestamp` in seconds, and `prompt`, `messages` or `prompt_tokens`.
 
     `output_tokens` says how many to generate; where it is absent the shape does. Lines are sorted by time, and the
-    first is due at once. Raises WorkloadError, naming the line.
+    first is due at once. Raises OptionError, naming the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise WorkloadError(f"--trace {path}: {error.strerror}") from error
+        raise OptionError(f"--trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"--trace {path}: it is not UTF-8") from error
+        raise OptionError(f"--trace {path}: it is not UTF-8") from error
     calls = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 calls.append(_trace_call(json.loads(line), shape, random.Random(f"{shape.seed} {number}"), chat=chat))
             except (ValueError, TypeError) as error:
-                raise WorkloadError(f"--trace {path}, line {number}: {error}") from None
+                raise OptionError(f"--trace {path}, line {number}: {error}") from None
     if not calls:
-        raise WorkloadError(f"--trace {path}: it has no lines")
+        raise OptionError(f"--trace {path}: it has no lines")
     first = min(call.due for call in calls)
     return sorted(
         (Call(call.due - first, call.prompt, call.output_tokens) for call in calls), key=lambda call: call.due

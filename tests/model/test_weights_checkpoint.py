@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, edit_config, tiny_model, write_gguf
 from support.loading import loaded
 
-from octavo.model.weights import Destination
 from octavo.model.weights import checkpoint as checkpoint_module
 from octavo.model.weights.checkpoint import load_weights, open_checkpoint
+from octavo.model.weights.destination import Destination
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.headers import tensor_shapes
 

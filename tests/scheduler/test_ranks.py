@@ -23,9 +23,9 @@ from octavo.model.device import DeviceError
 from octavo.model.memory import rank_shape
 from octavo.model.parallel import share_destinations
 from octavo.model.step import SamplingParams
-from octavo.model.weights import Destination
 from octavo.model.weights import checkpoint as checkpoint_module
 from octavo.model.weights.checkpoint import load_weights, open_checkpoint
+from octavo.model.weights.destination import Destination
 from octavo.model.weights.headers import tensor_shapes
 from octavo.scheduler.loading import load
 from octavo.scheduler.messages import EngineConfig, Ready, Submission

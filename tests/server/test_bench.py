@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.server.bench.client import Address, AddressError, Record, Stream
+from octavo.server.bench.client import Address, Record, Stream
 from octavo.server.bench.figures import Objective, inter_token, samples, summary, tokens_of_chunks
 from octavo.server.bench.load import Outcome
 from octavo.server.bench.report import markdown, text
-from octavo.server.bench.workload import Shape, Span, WorkloadError, read_trace
+from octavo.server.bench.workload import Shape, Span, read_trace
+from octavo.server.values import OptionError
 
 
 class Transport(asyncio.Transport):
@@ -309,7 +310,7 @@ def test_a_trace_is_sorted_and_begins_at_once(tmp_path: Path) -> None:
 def test_a_line_of_a_trace_that_is_wrong_is_named(line: str, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "prompt": "a"}\n' + line + "\n")
-    with pytest.raises(WorkloadError, match="line 2") as raised:
+    with pytest.raises(OptionError, match="line 2") as raised:
         read_trace(path, Shape(), chat=False)
     assert problem in str(raised.value)
 
@@ -317,12 +318,12 @@ def test_a_line_of_a_trace_that_is_wrong_is_named(line: str, problem: str, tmp_p
 def test_a_trace_that_is_empty_or_absent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     for name in ("empty", "absent"):
-        with pytest.raises(WorkloadError, match=name):
+        with pytest.raises(OptionError, match=name):
             read_trace(tmp_path / name, Shape(), chat=False)
 
 
 def test_a_prefix_longer_than_a_prompt_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="--shared-prefix 9 exceeds the shortest prompt, of 8 tokens"):
+    with pytest.raises(OptionError, match="--shared-prefix 9 exceeds the shortest prompt, of 8 tokens"):
         Shape(Span(8, 20), shared_prefix=9).calls(1)
 
 
@@ -341,5 +342,5 @@ def test_an_address_may_end_with_v1(url: str, address: Address) -> None:
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:b"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(AddressError, match="no URL"):
+    with pytest.raises(OptionError, match="no URL"):
         Address.parse(url)

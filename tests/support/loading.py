@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from octavo.model.weights import Destination
 from octavo.model.weights.checkpoint import Checkpoint, load_weights
+from octavo.model.weights.destination import Destination
 
 
 def plain_destinations(
