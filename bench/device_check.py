@@ -282,8 +282,8 @@ class Check:
         """Let the model attend otherwise; steps are captured anew, or not at all."""
         ours, limits = self.runner, self.sizes.limits
         attention = FlashInferAttention(self.sizes.config, self.store, workspaces)
-        attention.reserve(limits.max_rows, ours._arena.max_tokens, limits.table_entries)
-        self.runner = ModelRunner(ours.model, attention, ours._slots, ours._sampler, ours._arena, capture=capture)
+        attention.reserve(limits.max_rows, ours.arena.max_tokens, limits.table_entries)
+        self.runner = ModelRunner(ours.model, attention, ours._slots, ours._sampler, ours.arena, capture=capture)
         try:
             yield
         finally:

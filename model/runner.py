@@ -143,11 +143,13 @@ class ModelRunner:
         self.model = model
         self.weights_digest = ""
         """SHA-256 of the weights that were loaded, in hexadecimal."""
+        self.arena = arena
         self.poison: Poison | None = None
+        self.observe: Callable[[Tensor], None] | None = None
+        """Hears what is added to the spine; see Transformer.forward."""
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
-        self._arena = arena
         self._record = record
         self._repeats: dict[int, Replay] = {}
         """How to repeat the forward pass of so many tokens."""
@@ -174,10 +176,10 @@ class ModelRunner:
 
     def _activations(self, tokens: int, rows: _Rows) -> int:
         """Bytes of the activations' bucket that a step uses: what is in use always, and its part of the arena."""
-        logits = min(self._arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
+        logits = min(self.arena.max_rows, max(int(rows.samples.sum()), int(rows.scores.sum())))
         kept = self._slots.nbytes + self.model.rope.nbytes + self.model.kernels.threads * self.model.scratch_nbytes
         gathered = self.model.ranks.nbytes if self.model.ranks else 0
-        return kept + gathered + bytes_in_use(replace(self._arena.shape, tokens=tokens, rows=logits))
+        return kept + gathered + bytes_in_use(replace(self.arena.shape, tokens=tokens, rows=logits))
 
     def reset(self) -> None:
         """Forget all slots and what a step that failed has left behind."""
@@ -186,12 +188,12 @@ class ModelRunner:
     def _forward(self, step: Step) -> None:
         """Compute the final norm of every token of the step, and append its K and V to the cache."""
         tokens, multiple = step.tokens, self.model.kernels.row_multiple
-        if tokens > self._arena.max_tokens:
-            raise ValueError(f"a step of {tokens} tokens exceeds the {self._arena.max_tokens} this runner is built for")
+        if tokens > self.arena.max_tokens:
+            raise ValueError(f"a step of {tokens} tokens exceeds the {self.arena.max_tokens} this runner is built for")
         size = self._graphs.size_for(tokens) if self._graphs is not None and tokens == len(step.rows) else None
         padded = size or -(-tokens // multiple) * multiple
-        token_ids = self._arena.view("tokens", padded)[:, 0]
-        positions = self._arena.view("positions", padded)[:, 0]
+        token_ids = self.arena.view("tokens", padded)[:, 0]
+        positions = self.arena.view("positions", padded)[:, 0]
         token_ids[tokens:].zero_()
         positions[tokens:].zero_()
         batch = self._slots.inputs(step, token_ids, positions, self._cache_slots)
@@ -201,25 +203,26 @@ class ModelRunner:
             self._graphs.replay(size)
         elif (repeat := self._repeats.get(padded)) is not None:
             repeat()
-        elif self._record is None or (padded > self._arena.max_rows and len(self._repeats) >= _MOST_RECORDINGS):
-            self.model.forward(self._arena, padded, self._attention)
+        elif self._record is None or (padded > self.arena.max_rows and len(self._repeats) >= _MOST_RECORDINGS):
+            self.model.forward(self.arena, padded, self._attention, self.observe)
         else:
-            self._repeats[padded] = self._record(partial(self.model.forward, self._arena, padded, self._attention))
+            forward = partial(self.model.forward, self.arena, padded, self._attention, self.observe)
+            self._repeats[padded] = self._record(forward)
 
     def _decode(self, rows: int) -> None:
         """Queue a whole step of one token a row, as it is captured: from the arena's tokens to its logits."""
-        self.model.forward(self._arena, rows, self._attention)
-        self.model.logits(self._arena, self._all_rows[:rows])
+        self.model.forward(self.arena, rows, self._attention)
+        self.model.logits(self.arena, self._all_rows[:rows])
 
     def _prepare_capture(self, rows: int) -> None:
         """Plan a step in which every row is padding."""
-        self._arena.view("tokens", rows).zero_()
-        self._arena.view("positions", rows).zero_()
+        self.arena.view("tokens", rows).zero_()
+        self.arena.view("positions", rows).zero_()
         self._attention.plan(EMPTY_BATCH, padded_rows=rows)
 
     def _sample(self, wanted: _Wanted) -> Iterator[Landed]:
         """Choose the next tokens and append them to their slots, where the next step finds them."""
-        for part in wanted.parts(self._arena.max_rows):
+        for part in wanted.parts(self.arena.max_rows):
             sampled = self._sampler.sample(self._logits(part), part.slots, part.positions)
             if self.model.ranks is not None:
                 self.model.ranks.agree(sampled.tokens)
@@ -228,7 +231,7 @@ class ModelRunner:
 
     def _score(self, wanted: _Wanted) -> Iterator[Landed]:
         """Look up the log-probabilities of prompt tokens, as many at a time as the arena's logits hold."""
-        for part in wanted.parts(self._arena.max_rows):
+        for part in wanted.parts(self.arena.max_rows):
             scored = self._sampler.score(self._logits(part), part.slots, part.positions)
             yield scored.to_host(self._lander)
 
@@ -237,8 +240,8 @@ class ModelRunner:
         count = len(wanted.tokens)
         ready, self._logits_ready = self._logits_ready, False
         if ready and np.array_equal(wanted.tokens, np.arange(count)):
-            return self.model.computed_logits(self._arena, count)
-        return self.model.logits(self._arena, to_device(wanted.tokens, self._slots.device))
+            return self.model.computed_logits(self.arena, count)
+        return self.model.logits(self.arena, to_device(wanted.tokens, self._slots.device))
 
 
 def build_runner(

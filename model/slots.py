@@ -24,16 +24,14 @@ IntArray = NDArray[np.int64]
 _FORBIDDING_BIAS = -100.0
 """The API calls this bias a ban: it is one even where the temperature is high or the other logits are lower still."""
 
+_COPIED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Of SamplingParams, what is kept as it is."""
+
 _SAMPLING = np.dtype(
     [
-        ("temperature", np.float64),
-        ("top_p", np.float64),
+        *((name, np.float64) for name in _COPIED),
         ("top_k", np.int64),
-        ("min_p", np.float64),
         ("seed", np.uint64),
-        ("repetition_penalty", np.float64),
-        ("presence_penalty", np.float64),
-        ("frequency_penalty", np.float64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),
         ("prompt_logprobs", np.int64),
@@ -178,14 +176,9 @@ class SlotTable:
         self.tokens[slot, : len(tokens)].copy_(to_device(tokens.astype(np.int32), self.device))
         self.lists[slot] = self._token_lists(admission)
         self.sampling[slot] = (
-            params.temperature,
-            params.top_p,
+            *(getattr(params, name) for name in _COPIED),
             params.top_k if 0 < params.top_k < self.vocabulary else self.vocabulary,
-            params.min_p,
             unsigned_seed(params.seed),
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
             params.min_tokens if admission.ending_ids else 0,
             -1 if params.logprobs is None else params.logprobs,
             -1 if params.prompt_logprobs is None else params.prompt_logprobs,

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kvcache.store import KVStore
-from octavo.model.arena import ActivationArena
-from octavo.model.arena_layout import StepShape, arena_layout
-from octavo.model.attention import AttentionBatch
-from octavo.model.attention.load import load_attention
-from octavo.model.kernels import Kernels
-from octavo.model.memory import kv_layout
-from octavo.model.transformer import Transformer
-from octavo.model.weights.checkpoint import Checkpoint, load_weights
+from octavo.kvcache.ledger import MemoryLedger
+from octavo.model.memory import RunnerLimits, plan_memory
+from octavo.model.placement import Placement
+from octavo.model.runner import build_runner
+from octavo.model.step import Admission, Row, SamplingParams, Step
+from octavo.model.weights.checkpoint import Checkpoint
 
 _BLOCK_SIZE = 16
 
@@ -31,35 +28,24 @@ class Trace:
 
 
 def trace(
-    checkpoint: Checkpoint,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    tokens: tuple[int, ...],
-    progress: Callable[[int, int], None],
+    checkpoint: Checkpoint, placement: Placement, tokens: tuple[int, ...], progress: Callable[[int, int], None]
 ) -> Trace:
     """Load a model and run a prompt of token ids through it. Raises CheckpointError."""
-    config, device, count = checkpoint.config, torch.device("cpu"), len(tokens)
-    model = Transformer(config, kernels, dtype=dtype, device=device, max_positions=count)
-    load_weights(checkpoint, model.destinations(), progress)
-    layout = kv_layout(config, _BLOCK_SIZE, dtype.itemsize)
-    store = KVStore(layout, layout.blocks_for(count), dtype, device)
-    attention = load_attention(config, store, kernels)
-    arena = ActivationArena(arena_layout(StepShape(config, count, 1, dtype.itemsize)), dtype, device)
-    padded = arena.max_tokens
-    for name, values in (("tokens", torch.tensor(tokens)), ("positions", torch.arange(count))):
-        area = arena.view(name, padded)[:, 0]
-        area.zero_()
-        area[:count] = values
-    attention.plan(_one_row(count, store.blocks))
+    count = len(tokens)
+    limits = RunnerLimits(count, 1, count, _BLOCK_SIZE, -(-count // _BLOCK_SIZE))
+    ledger = MemoryLedger(plan_memory(checkpoint.config, placement.formats, limits, budget=0))
+    runner = build_runner(checkpoint, placement, limits, ledger, progress)
     added: list[Tensor] = []
     handed_on: list[Tensor] = []
 
     def observe(contribution: Tensor) -> None:
         added.append(contribution[:count].double())
-        handed_on.append(arena.view("spine", count).double())
+        handed_on.append(runner.arena.view("spine", count).double())
 
-    model.forward(arena, padded, attention, observe)
-    handed_on.append(arena.view("spine", count).double())
+    runner.observe = observe
+    admission = Admission(0, tokens, count, tuple(range(limits.blocks)), SamplingParams())
+    runner.submit(Step((), (admission,), (), (Row(0, 0, count, sample=False),))).wait()
+    handed_on.append(runner.arena.view("spine", count).double())
     sizes = [_norm(part) for part in added]
     # The spine before a block's attention is what the block below has handed on.
     blocks = zip(sizes[1::2], sizes[2::2], map(_norm, handed_on[3::2]), strict=True)
@@ -68,19 +54,3 @@ def trace(
 
 def _norm(vectors: Tensor) -> float:
     return float(vectors.norm(dim=1).mean())
-
-
-def _one_row(count: int, blocks: int) -> AttentionBatch:
-    """A batch of one prompt in the first blocks of the store."""
-
-    def int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    return AttentionBatch(
-        query_indptr=int32(0, count),
-        kv_lengths=int32(count),
-        block_indptr=int32(0, blocks),
-        block_indices=torch.arange(blocks, dtype=torch.int32),
-        last_block_len=int32((count - 1) % _BLOCK_SIZE + 1),
-        slots=torch.arange(count, dtype=torch.int32),
-    )

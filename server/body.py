@@ -18,13 +18,10 @@ INLINE_BYTES = 64 << 10
 
 
 async def read(request: Request, limit: int, parse: Callable[[bytes], T]) -> T:
-    """Read a JSON body of at most `limit` bytes and parse it. Raises 413 or 415, and what `parse` raises."""
-    body = await read_body(request, limit)
-    return parse(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(parse, body)
+    """Read a JSON body of at most `limit` bytes and parse it.
 
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a JSON body of at most `limit` bytes. Raises 413 or 415, and 499 if the client leaves meanwhile."""
+    Raises 413 or 415, 499 if the client leaves meanwhile, and what `parse` raises.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
@@ -40,7 +37,9 @@ async def read_body(request: Request, limit: int) -> bytes:
                 raise too_large
     except ClientDisconnect:
         raise APIError(499, "The client left before its request was complete.") from None
-    return bytes(body)
+    if len(body) <= INLINE_BYTES:
+        return parse(bytes(body))
+    return await asyncio.to_thread(parse, bytes(body))
 
 
 class JSONBody(Response):

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 
 from octavo.model.step import TokenLogprobs
 from octavo.scheduler.messages import TokenEvent
-from octavo.server.errors import (
-    APIError,
-    draining,
-    engine_unavailable,
-    internal_error,
-    invalid,
-    queue_timed_out,
-    request_timed_out,
-)
+from octavo.server import errors
+from octavo.server.errors import APIError
 from octavo.server.generation import Generation
 from octavo.server.spawning import EngineError
 from octavo.server.text import TextDelta, TextStream
@@ -86,7 +79,7 @@ class Choice:
                 if self._error is not None:
                     raise self._error
         except EngineError:
-            raise engine_unavailable() from None
+            raise errors.engine_unavailable() from None
         finally:
             self.generation.abort()
 
@@ -137,13 +130,13 @@ class Choice:
 
     def _failure(self, event: TokenEvent) -> APIError:
         if event.finish == "abort":
-            return draining()
+            return errors.draining()
         if event.finish == "timeout":
-            return request_timed_out() if self.generation.begun else queue_timed_out()
+            return errors.request_timed_out() if self.generation.begun else errors.queue_timed_out()
         if event.grammar:
-            return invalid(self.constraint, f"Invalid '{self.constraint}': {event.error}", "grammar_failed")
+            return errors.invalid(self.constraint, f"Invalid '{self.constraint}': {event.error}", "grammar_failed")
         log.error("request %d failed: %s", event.request, event.error)
-        return internal_error()
+        return errors.internal_error()
 
 
 async def interleave(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:

@@ -114,7 +114,7 @@ def describe_model(parsed: argparse.Namespace) -> tuple[int, Iterator[str]]:
 
 def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
     # Imported here only: nothing else in these two commands needs torch or a tokenizer.
-    from octavo.model.kernels.load import load_kernels  # noqa: PLC0415
+    from octavo.model.placement import place_on_cpu  # noqa: PLC0415
     from octavo.model.trace import trace  # noqa: PLC0415
     from octavo.model.weights.checkpoint import open_checkpoint  # noqa: PLC0415
     from octavo.model.weights.locate import locate  # noqa: PLC0415
@@ -127,7 +127,8 @@ def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
     if not 1 <= len(tokens) <= checkpoint.config.max_context:
         raise SettingsError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
     dtype = choose_dtype(dtype_name)
-    found = trace(checkpoint, load_kernels(dtype), dtype, tokens, lambda _done, _total: None)
+    placement = place_on_cpu(dtype, Workspaces(), 1, 1, fp8=False)
+    found = trace(checkpoint, placement, tokens, lambda _done, _total: None)
     yield from describe(checkpoint.config, dtype.itemsize)
     yield ""
     yield from describe_trace(found, len(tokens))

@@ -1,6 +1,7 @@
 """Errors a client sees: in the shape of the API that it called, one line, no internals."""
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -46,24 +47,19 @@ WANTED = {
 """What a field takes, by pydantic's name of what is wrong with a value."""
 
 
+@dataclass(eq=False)
 class APIError(Exception):
     """An answer in OpenAI's error shape. The message is one line and holds no path, address or traceback."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def kind(self) -> str:

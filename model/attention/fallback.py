@@ -1,6 +1,6 @@
 """Attention on a CPU without a compiler: batched torch operations of fixed shape."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,10 +36,7 @@ class Tiles:
 
     def part(self, first: int, end: int) -> "Tiles":
         """Some of the tiles, as views."""
-        part = slice(first, end)
-        return Tiles(
-            self.tokens[part], self.valid[part], self.positions[part], self.blocks_from[part], self.kv_lengths[part]
-        )
+        return Tiles(*(getattr(self, field.name)[first:end] for field in fields(self)))
 
 
 class TorchAttention:

@@ -31,7 +31,7 @@ def request(slot: int, *blocks: int) -> Admission:
 
 def test_pool_and_arena_are_poisoned_at_the_start(runner: ModelRunner) -> None:
     assert bool(runner._attention._store.data.isnan().all())  # type: ignore[attr-defined]
-    assert bool(runner._arena.view("spine", 1).isnan().all())
+    assert bool(runner.arena.view("spine", 1).isnan().all())
 
 
 def test_a_block_that_nobody_wrote_fails_the_row_that_reads_it(runner: ModelRunner) -> None:

@@ -8,6 +8,8 @@ import torch
 from support.checkpoints import tiny_model
 from support.runners import build, cpu_kernels, logits_of
 
+from octavo.model.device import CPU
+from octavo.model.placement import Placement
 from octavo.model.runner import ModelRunner
 from octavo.model.trace import trace
 from octavo.model.weights.checkpoint import open_checkpoint
@@ -19,8 +21,8 @@ def again(runner: ModelRunner, observe: Callable[[torch.Tensor], None]) -> None:
     """Run the step that was submitted last once more, in as many rows as every kernel takes."""
     rows = 40
     for name in ("tokens", "positions"):
-        runner._arena.view(name, rows)[len(TOKENS) :].zero_()
-    runner.model.forward(runner._arena, rows, runner._attention, observe)
+        runner.arena.view(name, rows)[len(TOKENS) :].zero_()
+    runner.model.forward(runner.arena, rows, runner._attention, observe)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -32,7 +34,7 @@ def test_the_final_spine_is_the_embedding_plus_two_contributions_a_block(family:
     again(runner, lambda part: added.append(part[: len(TOKENS)].double()))
     assert len(added) == 1 + 2 * 3
     assert {part.shape for part in added} == {(len(TOKENS), reference.config.hidden_size)}
-    spine = runner._arena.view("spine", len(TOKENS)).double()
+    spine = runner.arena.view("spine", len(TOKENS)).double()
     # Six additions, each rounded to float32 once: half a unit in the last place of the largest partial sum.
     bound = 6 * 2.0**-24 * torch.stack(added).cumsum(0).abs().amax(0) * 1.001
     assert bool(((torch.stack(added).sum(0) - spine).abs() <= bound).all())
@@ -41,7 +43,8 @@ def test_the_final_spine_is_the_embedding_plus_two_contributions_a_block(family:
 def test_every_block_hands_on_what_transformers_says(tmp_path: Path) -> None:
     reference = tiny_model(tmp_path, "llama", layers=3)
     checkpoint = open_checkpoint(tmp_path)
-    found = trace(checkpoint, cpu_kernels(torch.float32), torch.float32, TOKENS, lambda done, total: None)
+    placement = Placement(CPU, torch.float32, cpu_kernels(torch.float32), None)
+    found = trace(checkpoint, placement, TOKENS, lambda done, total: None)
     inputs: list[torch.Tensor] = []
     branches: dict[str, list[torch.Tensor]] = {"attention": [], "feed_forward": []}
     for layer in reference.model.layers:
@@ -68,5 +71,5 @@ def test_who_observes_changes_nothing(tmp_path: Path) -> None:
     runner, _ = build(tmp_path)
     plain = logits_of(runner, list(TOKENS))
     again(runner, lambda part: None)
-    observed = runner.model.logits(runner._arena, torch.arange(8)).clone()
+    observed = runner.model.logits(runner.arena, torch.arange(8)).clone()
     assert torch.equal(observed, plain[:8])

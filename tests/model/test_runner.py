@@ -90,7 +90,7 @@ def test_prompt_log_probabilities_are_the_log_softmax_of_the_logits(runner: Mode
 
 def test_a_scored_prompt_longer_than_the_head_is_scored_in_slices(runner: ModelRunner) -> None:
     tokens = prompt(7, 64)
-    assert runner._arena.max_rows < 60
+    assert runner.arena.max_rows < 60
     row = Row(0, 0, 64, sample=True, score=True)
     admission = Admission(0, tokens, 64, (0, 1, 2, 3), replace(GREEDY, prompt_logprobs=0))
     (result,) = runner.submit(Step((), (admission,), (), (row,))).wait().rows

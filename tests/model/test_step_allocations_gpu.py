@@ -73,7 +73,7 @@ def steps() -> Iterator[Step]:
 def largest(runner: ModelRunner) -> int:
     def run(step: Step) -> None:
         runner.submit(step).wait()
-        runner.model.logits(runner._arena, torch.arange(min(8, step.tokens)))
+        runner.model.logits(runner.arena, torch.arange(min(8, step.tokens)))
 
     return max(max(made_by_operations(lambda step=step: run(step)), default=0) for step in steps())
 

@@ -110,7 +110,7 @@ def test_a_forward_allocates_nothing(family: str, tmp_path: Path) -> None:
     if runner.model.kernels.name == "torch":
         pytest.skip("the operators in torch make temporary tensors, as they say")
     logits_of(runner, list(range(40)))
-    attention, arena = runner._attention, runner._arena
+    attention, arena = runner._attention, runner.arena
     picked = torch.tensor([0, 39])
     with Watch() as watch:
         runner.model.forward(arena, 40, attention)
@@ -122,7 +122,7 @@ def test_a_forward_allocates_nothing(family: str, tmp_path: Path) -> None:
 def test_what_lies_in_the_arena_before_a_step_does_not_matter(tmp_path: Path) -> None:
     tiny_model(tmp_path, "qwen3")
     runner, _ = build(tmp_path)
-    arena: ActivationArena = runner._arena
+    arena: ActivationArena = runner.arena
     results = []
     for garbage in (0, 255):
         arena._slab.fill_(garbage)
@@ -135,7 +135,7 @@ def test_rows_of_logits_are_those_asked_for_in_their_order(tmp_path: Path) -> No
     tiny_model(tmp_path, "llama")
     runner, _ = build(tmp_path)
     every = logits_of(runner, list(range(20)))
-    picked = runner.model.logits(runner._arena, torch.tensor([19, 0, 7], dtype=torch.int32))
+    picked = runner.model.logits(runner.arena, torch.tensor([19, 0, 7], dtype=torch.int32))
     assert torch.equal(picked, every[[19, 0, 7]])
 
 

@@ -105,7 +105,7 @@ class FakeCapture:
 
     def _poison(self) -> None:
         assert self.runner is not None
-        for name, area in self.runner._arena._areas.items():
+        for name, area in self.runner.arena._areas.items():
             if name not in INPUTS:
                 area.view(torch.uint8).fill_(255)  # NaN in every type of float
 

@@ -58,8 +58,8 @@ def logits_of(runner: ModelRunner, tokens: list[int]) -> Tensor:
     blocks = tuple(range(-(-len(tokens) // size)))
     admission = Admission(0, tuple(tokens), len(tokens), blocks, SamplingParams())
     runner.submit(Step((), (admission,), (), (Row(0, 0, len(tokens), sample=False),))).wait()
-    rows = torch.arange(len(tokens)).split(runner._arena.max_rows)
-    logits = torch.cat([runner.model.logits(runner._arena, part).clone() for part in rows])
+    rows = torch.arange(len(tokens)).split(runner.arena.max_rows)
+    logits = torch.cat([runner.model.logits(runner.arena, part).clone() for part in rows])
     runner.submit(Step((0,), (), (), ())).wait()
     return logits
 
