@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.model.config_keys import refuse_unknown_keys, refuse_unknown_rope_keys
+from octavo.model.config_keys import ROPE, refuse_others, refuse_unknown_keys
 from octavo.model.fields import Fields
 from octavo.model.quantization import scales_cache, stores_fp8
 from octavo.model.weights.errors import CheckpointError
@@ -239,7 +239,7 @@ def _hugging_face_rope(fields: Fields, max_context: int) -> tuple[float, RopeSca
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in {"default", "linear", "llama3"}:
         raise rope.error("rope_type", f"is {kind[:80]!r}; supported: default, linear, llama3")
-    refuse_unknown_rope_keys(rope)
+    refuse_others(rope, ROPE)
     if kind == "default":
         return theta, None
     factor = rope.number("factor", 1.0, 1e6)

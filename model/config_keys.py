@@ -62,15 +62,11 @@ def refuse_unknown_keys(fields: Fields) -> None:
     for name, value in ONLY.items():
         if fields.values.get(name) not in (None, value):
             raise fields.error(name, f"is {str(fields.values[name])[:60]!r}; only {str(value).lower()} is supported")
-    _refuse_others(fields, READ | UNUSED | REMARKS | ONLY.keys())
+    refuse_others(fields, READ | UNUSED | REMARKS | ONLY.keys())
 
 
-def refuse_unknown_rope_keys(rope: Fields) -> None:
-    """The same for its section about RoPE."""
-    _refuse_others(rope, ROPE)
-
-
-def _refuse_others(fields: Fields, known: frozenset[str]) -> None:
+def refuse_others(fields: Fields, known: frozenset[str]) -> None:
+    """The same for the keys of any section, of which some are known."""
     given = (name for name, value in fields.values.items() if value is not None)
     unknown = [name for name in given if name not in known and not name.startswith(REMARK_PREFIXES)]
     if not unknown:

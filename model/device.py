@@ -70,11 +70,6 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def pinned(values: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor from which the device can copy while the host goes on."""
-    return values if device.type == "cpu" else values.pin_memory()
-
-
 class Fence:
     """A point in the device's queue that the host can wait for."""
 

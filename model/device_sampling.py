@@ -11,7 +11,7 @@ from octavo.model.device_draw import draw_rows, draw_truncated_rows, most_likely
 from octavo.model.draw import largest, not_finite
 from octavo.model.philox import uniforms
 from octavo.model.sampling import Report, Sampled, Sampler, greedy
-from octavo.model.slots import IntArray, Records
+from octavo.model.slots import IntArray
 from octavo.model.workspaces import SAMPLER_LOGITS
 
 
@@ -53,19 +53,13 @@ class DeviceSampler(Sampler):
         for row in np.flatnonzero(self._edited(slots, positions)).tolist():
             self._edit(logits[row], int(slots[row]), int(positions[row]))
         chosen = largest(logits)
-        drawn, truncated = ~greedy(records), _truncates(records, logits.shape[1])
+        drawn, truncated = ~greedy(records), (records["top_k"] < logits.shape[1]) | (records["top_p"] < 1)
         for group, draw in ((drawn & ~truncated, draw_rows), (drawn & truncated, draw_truncated_rows)):
             rows = np.flatnonzero(group)
             if len(rows):
                 noise = uniforms(records["seed"][rows], positions[rows])
                 put_rows(chosen, rows, draw(take_rows(logits, rows), records[rows], noise))
         return chosen
-
-
-def _truncates(records: Records, vocabulary: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which rows need their tokens ranked. min_p alone does not."""
-    flags: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = (records["top_k"] < vocabulary) | (records["top_p"] < 1)
-    return flags
 
 
 def _reports(logprobs: Tensor, rows: IntArray, tokens: Tensor, alternatives: IntArray) -> list[Report]:

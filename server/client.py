@@ -32,8 +32,6 @@ from octavo.server.metrics import Metrics
 from octavo.server.revival import Obituary, RestartPolicy, StallWatch
 from octavo.server.spawning import ENGINE_COMMAND, EngineError, Spawned, spawn
 
-__all__ = ["ENGINE_COMMAND", "EngineClient", "EngineError"]
-
 _log = logging.getLogger(__name__)
 
 

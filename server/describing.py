@@ -71,11 +71,11 @@ def describe(config: ModelConfig, element_bytes: int) -> Iterator[str]:
     ]
     yield from table(rows)
     yield ""
-    attention = attention_parameters(config)
+    attention, head_norms = attention_parameters(config), ", and those of q's and k's heads" if config.qk_norm else ""
     yield _line("attention", attention, f"{attention / total:.1%} of the block's matrices")
     yield _line("feed-forward", total - attention, f"{(total - attention) / total:.1%}")
     yield _line("one block, matrices", total)
-    yield _line("one block, norms", block_norms(config), "the norms before the branches" + _head_norms(config))
+    yield _line("one block, norms", block_norms(config), f"the norms before the branches{head_norms}")
     yield _line("all blocks, matrices", config.layers * total)
     yield _line("embedding", config.vocabulary * config.width, "also the LM head" if config.tied_embeddings else "")
     if not config.tied_embeddings:
@@ -123,10 +123,6 @@ def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 def _is_number(cell: str) -> bool:
     return cell[:1].isdigit() and " " not in cell
-
-
-def _head_norms(config: ModelConfig) -> str:
-    return ", and those of q's and k's heads" if config.qk_norm else ""
 
 
 def _line(name: str, value: int, remark: str = "") -> str:

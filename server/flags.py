@@ -13,8 +13,15 @@ from typing import Any
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.setting import ENVIRONMENT_PREFIX, Setting
-from octavo.server.settings import FOREIGN_VARIABLES, SETTINGS, ServerSettings, Settings, SettingsError
+from octavo.server.settings import (
+    ENVIRONMENT_PREFIX,
+    FOREIGN_VARIABLES,
+    SETTINGS,
+    ServerSettings,
+    Setting,
+    Settings,
+    SettingsError,
+)
 from octavo.server.values import boolean
 
 

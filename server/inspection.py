@@ -15,16 +15,6 @@ from octavo.server.body import JSONBody
 from octavo.server.describing import matrices
 from octavo.server.errors import invalid
 from octavo.server.prompts import check_ids, render
-from octavo.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChat,
-    TokenizeText,
-    decode,
-    parse,
-    validate,
-)
 from octavo.server.service import Service
 from octavo.server.tokenizer import Tokenizer
 
@@ -48,7 +38,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> JSONBody:
         body = await service.read(request, _tokenize_request)
         service.check_model(body.model)
-        if isinstance(body, TokenizeChat):
+        if isinstance(body, protocol.TokenizeChat):
             text, special = await render(body, service.renderer), body.add_special_tokens is True
         else:
             text, special = body.prompt, body.add_special_tokens is not False
@@ -58,7 +48,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids")
     async def detokenize(request: Request) -> JSONBody:
-        body = await service.read(request, partial(parse, DetokenizeRequest))
+        body = await service.read(request, partial(protocol.parse, protocol.DetokenizeRequest))
         service.check_model(body.model)
         context = service.client.ready.max_model_len
         if len(body.tokens) > context:
@@ -81,9 +71,13 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         )
 
 
-def _tokenize_request(body: bytes) -> TokenizeChat | TokenizeText:
-    fields = decode(body)
-    return validate(TokenizeChat, fields) if "messages" in fields else validate(TokenizeText, fields)
+def _tokenize_request(body: bytes) -> protocol.TokenizeChat | protocol.TokenizeText:
+    fields = protocol.decode(body)
+    chat = "messages" in fields
+    model: type[protocol.TokenizeChat | protocol.TokenizeText] = (
+        protocol.TokenizeChat if chat else protocol.TokenizeText
+    )
+    return protocol.validate(model, fields)
 
 
 def _tokens(ids: Sequence[int], context: int, strings: Tokenizer | None) -> bytes:
@@ -97,19 +91,19 @@ def _add_render_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions/render", tags=["tokens"], summary="Token ids of each prompt of a completion, not run")
     async def render_completion(request: Request) -> JSONBody:
-        return JSONBody(await _rendered(service, request, CompletionRequest, "cmpl"))
+        return JSONBody(await _rendered(service, request, protocol.CompletionRequest, "cmpl"))
 
     @app.post("/v1/chat/completions/render", tags=["tokens"], summary="Token ids of a conversation, not run")
     async def render_chat(request: Request) -> JSONBody:
-        [prompt] = await _rendered(service, request, ChatRequest, "chatcmpl")
+        [prompt] = await _rendered(service, request, protocol.ChatRequest, "chatcmpl")
         return JSONBody(prompt)
 
 
 async def _rendered(
-    service: Service, request: Request, model: type[CompletionRequest | ChatRequest], prefix: str
+    service: Service, request: Request, model: type[protocol.CompletionRequest | protocol.ChatRequest], prefix: str
 ) -> list[dict[str, Any]]:
     """Each prompt as the engine would get it, in the shape of vLLM's render routes."""
-    body = await service.read(request, partial(parse, model))
+    body = await service.read(request, partial(protocol.parse, model))
     service.check_model(body.model)
     prepared = await service.prepare(body)
     name = f"{prefix}-{uuid.uuid4().hex}"

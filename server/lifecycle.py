@@ -23,7 +23,6 @@ from octavo.server.listening import HTTPServer
 from octavo.server.logs import INTERVAL_SECONDS, ActivityLog, log_request
 from octavo.server.metrics import Metrics
 from octavo.server.page import Page
-from octavo.server.prepare import GenerationOptions
 from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
@@ -173,7 +172,6 @@ def _read_model(settings: Settings) -> Callable[[EngineClient], Service]:
     """
     path, server = locate(settings.engine.model), settings.server
     tokenizer = load_tokenizer(path)
-    defaults = choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults)
     return partial(
         Service,
         tokenizer=tokenizer,
@@ -181,7 +179,7 @@ def _read_model(settings: Settings) -> Callable[[EngineClient], Service]:
         names=server.served_model_name,
         config=read_config(path),
         settings=server,
-        options=GenerationOptions(server.max_tokens_policy, defaults),
+        defaults=choose_sampling_defaults(path, wanted=server.use_model_sampling_defaults),
     )
 
 

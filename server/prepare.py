@@ -31,22 +31,6 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """What the operator decides about requests."""
-
-    max_tokens_policy: str = "auto"
-    """What becomes of a max_tokens beyond the context: "strict" refuses it, "clamp" takes it for an upper bound."""
-    defaults: SamplingParams = SamplingParams()  # noqa: RUF009 - it is frozen
-    """What holds where a request says nothing."""
-
-    def strict(self, endpoint: Literal["completions", "chat"]) -> bool:
-        """Whether a max_tokens beyond the context is refused. By default as OpenAI documents the endpoints."""
-        if self.max_tokens_policy == "auto":
-            return endpoint == "completions"
-        return self.max_tokens_policy == "strict"
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
     """What requests are checked against."""
 
@@ -54,7 +38,16 @@ class Served:
     renderer: Renderer | None
     """None where the model has no chat template."""
     ready: Ready
-    options: GenerationOptions
+    max_tokens_policy: str
+    """What becomes of a max_tokens beyond the context: "strict" refuses it, "clamp" takes it for an upper bound."""
+    defaults: SamplingParams
+    """What holds where a request says nothing."""
+
+    def strict(self, endpoint: Literal["completions", "chat"]) -> bool:
+        """Whether a max_tokens beyond the context is refused. By default as OpenAI documents the endpoints."""
+        if self.max_tokens_policy == "auto":
+            return endpoint == "completions"
+        return self.max_tokens_policy == "strict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,7 @@ class Prepared:
 
 async def prepare_completion(request: CompletionRequest, served: Served) -> Prepared:
     """Tokenise the prompts and check them against the model. Raises APIError (400)."""
-    context, strict = served.ready.max_model_len, served.options.strict("completions")
+    context, strict = served.ready.max_model_len, served.strict("completions")
     given = request.max_tokens if "max_tokens" in request.model_fields_set else None
     asked = DEFAULT_MAX_TOKENS if given is None else given
     prompts: list[tuple[int, ...]] = []
@@ -104,7 +97,7 @@ async def prepare_completion(request: CompletionRequest, served: Served) -> Prep
 
 async def prepare_chat(request: ChatRequest, served: Served) -> Prepared:
     """Render and tokenise the conversation and check it against the model. Raises APIError (400)."""
-    context, strict = served.ready.max_model_len, served.options.strict("chat")
+    context, strict = served.ready.max_model_len, served.strict("chat")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -145,7 +138,7 @@ def _sampling_params(
     request: SamplingFields, logprobs: tuple[int | None, int | None], served: Served
 ) -> SamplingParams:
     """Bring nulls to their defaults and check every token id against the width of the logits. Leaves the seed out."""
-    vocabulary, given = served.ready.vocabulary, partial(_given, request, served.options.defaults)
+    vocabulary, given = served.ready.vocabulary, partial(_given, request, served.defaults)
     scored = [count for count in (logprobs[1], request.prompt_logprobs) if count is not None]
     allowed, bad_words = restrictions(request, served.tokenizer, vocabulary)
     if request.logit_bias:

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from octavo.model.config import ModelConfig
+from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import Submission
 from octavo.server import __version__
 from octavo.server.body import T, read
 from octavo.server.choice import Choice
-from octavo.server.client import EngineClient, EngineError
+from octavo.server.client import EngineClient
 from octavo.server.errors import APIError, draining, engine_unavailable, invalid, queue_full
 from octavo.server.health import READY, STALL_SECONDS
 from octavo.server.life import Origin
-from octavo.server.prepare import GenerationOptions, Prepared, Served, prepare_chat, prepare_completion
+from octavo.server.prepare import Prepared, Served, prepare_chat, prepare_completion
 from octavo.server.protocol import MAX_SHOWN_NAME, ChatRequest, CompletionRequest, SamplingFields
 from octavo.server.rendering import Renderer
 from octavo.server.settings import ServerSettings
+from octavo.server.spawning import EngineError
 from octavo.server.structured import Grammar, GrammarCompiler, constraint_of, vocabulary_of
 from octavo.server.template import ChatTemplate
 from octavo.server.text import TextStream
@@ -40,7 +42,8 @@ class Service:
     """Served model names; the first is the one that answers carry by default."""
     config: ModelConfig
     settings: ServerSettings
-    options: GenerationOptions = field(default_factory=GenerationOptions)
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    """What holds where a request says nothing."""
     stall_seconds: float = STALL_SECONDS
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -113,7 +116,8 @@ class Service:
 
     async def prepare(self, request: CompletionRequest | ChatRequest) -> Prepared:
         """Bring a request to what the engine can run. Raises APIError (400)."""
-        served = Served(self.tokenizer, self.renderer, self.client.ready, self.options)
+        policy = self.settings.max_tokens_policy
+        served = Served(self.tokenizer, self.renderer, self.client.ready, policy, self.defaults)
         if isinstance(request, ChatRequest):
             return await prepare_chat(request, served)
         return await prepare_completion(request, served)

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.setting import Setting
 from octavo.server.values import (
     boolean,
     count,
@@ -24,6 +23,7 @@ from octavo.server.values import (
     word,
 )
 
+ENVIRONMENT_PREFIX = "OCTAVO_"
 FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POISON", "OCTAVO_STRICT"})
 """Read by the kernels themselves, when they are compiled at first use; the last two by the engine, under test."""
 
@@ -32,6 +32,45 @@ class SettingsError(ValueError):
     """A setting cannot be understood or does not exist. The text names the flag or variable."""
 
     exit_code = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `name` is the field it fills; flag and variable follow from it."""
+
+    name: str
+    group: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    """The only words it accepts; empty: whatever `parse` does."""
+    repeatable: bool = False
+    secret: bool = False
+    """Never logged."""
+
+    @property
+    def flag(self) -> str:
+        """How it is given on the command line."""
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """How it is given in the environment."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def negated(self) -> str:
+        """The variable that turns a yes-or-no setting off; empty for others."""
+        return ENVIRONMENT_PREFIX + "NO_" + self.name.upper() if self.parse is boolean else ""
+
+    def read(self, text: str) -> Any:
+        """Parse a value. Raises ValueError."""
+        value = self.parse(text)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"give one of {', '.join(self.choices)}")
+        return value
 
 
 HTTP, MODEL, ENGINE, MEMORY = "HTTP", "Model", "Engine", "Memory"

@@ -146,15 +146,13 @@ class _StopFinder:
             self._length += 1
             for automaton in self._automata:
                 if automaton.advance(char):
-                    self._offer(_Match(self._length - automaton.matched, self._length, automaton.text))
+                    match = _Match(self._length - automaton.matched, self._length, automaton.text)
+                    if self.best is None or match.start < self.best.start:
+                        self.best = match
             self.safe = self._length - max(automaton.matched for automaton in self._automata)
             if self.best is not None and self.safe >= self.best.start:
                 return True
         return False
-
-    def _offer(self, match: _Match) -> None:
-        if self.best is None or match.start < self.best.start:
-            self.best = match
 
 
 class _StopString:

@@ -17,7 +17,7 @@ from octavo.kvcache.layout import SCALES
 from octavo.kvcache.store import KVStore
 from octavo.model.attention import AttentionBatch
 from octavo.model.config import ModelConfig
-from octavo.model.device import Fence, pinned, to_device
+from octavo.model.device import Fence, to_device
 from octavo.model.flashinfer_library import load_flashinfer
 from octavo.model.kernels.fp8 import FP8, LARGEST
 from octavo.model.memory import RunnerLimits
@@ -200,7 +200,7 @@ class FlashInferAttention:
         """Some of the rows, from pinned memory of their own, but for their blocks, which are on the device."""
 
         def host(values: Tensor) -> Tensor:
-            return pinned(values.contiguous(), self._device)
+            return values.contiguous() if self._device.type == "cpu" else values.contiguous().pin_memory()
 
         queries, blocks = batch.query_indptr[first : end + 1], batch.block_indptr[first : end + 1]
         indices = batch.block_indices[int(blocks[0]) : int(blocks[-1])]

@@ -15,10 +15,11 @@ from support.scripted_engine import CRASH, KILL, scripted_token
 
 from octavo.model.step import SamplingParams
 from octavo.scheduler.messages import EngineConfig, Submission, TokenEvent
-from octavo.server.client import EngineClient, EngineError
+from octavo.server.client import EngineClient
 from octavo.server.generation import MOST_UNREAD, Generation
 from octavo.server.metrics import Metrics
 from octavo.server.revival import RestartPolicy
+from octavo.server.spawning import EngineError
 
 SCRIPT = scripted_engine.__file__
 

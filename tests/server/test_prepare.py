@@ -14,7 +14,7 @@ from octavo.model.step import SamplingParams
 from octavo.model.weights.errors import CheckpointError
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.errors import APIError
-from octavo.server.prepare import GenerationOptions, Prepared, Served, prepare_chat, prepare_completion
+from octavo.server.prepare import Prepared, Served, prepare_chat, prepare_completion
 from octavo.server.protocol import ChatRequest, CompletionRequest, parse
 from octavo.server.rendering import Renderer
 from octavo.server.responses import NAMES, ResponsesRequest
@@ -27,7 +27,8 @@ CONTEXT = 100
 READY = ready(EngineConfig(model="scripted", max_model_len=CONTEXT), blocks=100)
 TEMPLATE = ChatTemplate("{{ messages[0].content }}")
 LONG = list(range(3, 203))
-AUTO, CLAMP, STRICT = GenerationOptions(), GenerationOptions("clamp"), GenerationOptions("strict")
+AUTO, CLAMP, STRICT = "auto", "clamp", "strict"
+PLAIN = SamplingParams()
 
 
 class RendererHere(Renderer):
@@ -37,16 +38,18 @@ class RendererHere(Renderer):
         return msgspec.json.decode(render(self.template, question), type=Rendered).text
 
 
-def completion(options: GenerationOptions = AUTO, **fields: object) -> Prepared:
+def completion(policy: str = AUTO, defaults: SamplingParams = PLAIN, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "prompt": [5, 6, 7], **fields}).encode()
-    return asyncio.run(prepare_completion(parse(CompletionRequest, body), Served(smollm2(), None, READY, options)))
+    return asyncio.run(
+        prepare_completion(parse(CompletionRequest, body), Served(smollm2(), None, READY, policy, defaults))
+    )
 
 
-def chat(options: GenerationOptions = AUTO, **fields: object) -> Prepared:
+def chat(policy: str = AUTO, **fields: object) -> Prepared:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a b c"}], **fields}).encode()
 
     renderer = RendererHere(TEMPLATE)
-    return asyncio.run(prepare_chat(parse(ChatRequest, body), Served(smollm2(), renderer, READY, options)))
+    return asyncio.run(prepare_chat(parse(ChatRequest, body), Served(smollm2(), renderer, READY, policy, PLAIN)))
 
 
 def refusal(call: object, *arguments: object, **fields: object) -> APIError:
@@ -89,14 +92,14 @@ def test_what_is_too_long_is_named_as_the_client_calls_it() -> None:
         assert refusal(chat, STRICT, messages=[message], max_tokens=asked).param == "messages"
 
 
-@pytest.mark.parametrize("options", [AUTO, CLAMP, STRICT])
-def test_one_token_must_fit_unless_none_is_asked_for(options: GenerationOptions) -> None:
-    assert completion(options, prompt=LONG[:99]).max_tokens == (1,), "the default of 16 gives way"
+@pytest.mark.parametrize("policy", [AUTO, CLAMP, STRICT])
+def test_one_token_must_fit_unless_none_is_asked_for(policy: str) -> None:
+    assert completion(policy, prompt=LONG[:99]).max_tokens == (1,), "the default of 16 gives way"
     for fields in ({}, {"max_tokens": 1}):
-        error = refusal(completion, options, prompt=LONG[:100], **fields)
+        error = refusal(completion, policy, prompt=LONG[:100], **fields)
         assert (error.param, error.code) == ("prompt", "context_length_exceeded")
-    assert completion(options, prompt=LONG[:100], max_tokens=0).max_tokens == (0,)
-    assert refusal(completion, options, prompt=LONG[:101], max_tokens=0).code == "context_length_exceeded"
+    assert completion(policy, prompt=LONG[:100], max_tokens=0).max_tokens == (0,)
+    assert refusal(completion, policy, prompt=LONG[:101], max_tokens=0).code == "context_length_exceeded"
 
 
 def test_a26_a_prompt_is_truncated_only_where_the_client_asks_for_it() -> None:
@@ -151,12 +154,11 @@ def test_a_models_sampling_defaults_hold_where_a_request_says_nothing(tmp_path: 
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     defaults = model_sampling_defaults(tmp_path)
     assert defaults == SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
-    options = GenerationOptions(defaults=defaults)
     for fields in ({}, {"temperature": None, "top_p": None, "top_k": None}):
-        params = completion(options, **fields).params[0]
+        params = completion(defaults=defaults, **fields).params[0]
         assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.9, 50, 0)
         assert params.repetition_penalty == 1.1
-    given = completion(options, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0).params[0]
+    given = completion(defaults=defaults, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0).params[0]
     assert (given.temperature, given.top_p, given.top_k, given.repetition_penalty) == (1, 1, 0, 1)
     plain = completion().params[0]
     assert (plain.temperature, plain.top_p, plain.top_k, plain.repetition_penalty) == (1, 1, 0, 1)

@@ -15,8 +15,8 @@ from support.schemas import COLOUR, POINT, array, record
 from support.vocabularies import smollm2
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.client import ENGINE_COMMAND
 from octavo.server.revival import RestartPolicy
+from octavo.server.spawning import ENGINE_COMMAND
 
 OFTEN = RestartPolicy(deaths=1000, delays=(0.0,))
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -15,8 +15,8 @@ from support.soak import FAULTS, STEP_SECONDS, Soak, slope
 from support.socket_soak import DEATHS, Clients, at_rest, faults, recorded
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.client import ENGINE_COMMAND
 from octavo.server.revival import RestartPolicy
+from octavo.server.spawning import ENGINE_COMMAND
 
 log = logging.getLogger("soak")
 

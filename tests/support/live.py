@@ -19,11 +19,12 @@ from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.app import create_app
-from octavo.server.client import ENGINE_COMMAND, EngineClient
+from octavo.server.client import EngineClient
 from octavo.server.flags import resolve
 from octavo.server.listening import bind
 from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
+from octavo.server.spawning import ENGINE_COMMAND
 from octavo.server.template import ChatTemplate
 from octavo.server.tokenizer import Tokenizer, load_tokenizer
 from octavo.server.wire import GuardedProtocol
