@@ -20,7 +20,8 @@ from typing import Any
 
 from octavo.model.weights.configuration import read_config
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.tokenizer import Tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.schemas import REGEXES, SCHEMAS, instance_text

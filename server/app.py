@@ -52,8 +52,8 @@ def bare_app(metrics: Metrics, rules: AccessRules | None, origins: Sequence[str]
     """Make an application without routes of its own: who may call it, and the shape of its errors."""
     # Without redirects, which would be put together from the client's Host header.
     app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_exception_handler(APIError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(APIError, _api_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     # Each layer wraps those added before it.
     app.add_middleware(Gate, judge=(rules or AccessRules()).check)
     if origins:  # outside of the keys: a browser asks whether it may send one before it sends it
@@ -113,15 +113,11 @@ def _add_queue_check(app: FastAPI, service: Service) -> Judge:
     return lambda scope: None if service.draining else check(scope)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, APIError):
-        raise error
+async def _api_error(request: Request, error: APIError) -> Response:
     return answer(error, request.scope)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
+async def _http_error(request: Request, error: HTTPException) -> Response:
     message = str(error.detail)
     if error.status_code == 404:
         message = "There is no such route."

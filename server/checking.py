@@ -42,7 +42,7 @@ def check(settings: Settings) -> tuple[int, Iterator[str]]:
     # Imported late, as for `octavo serve`: what is wrong up to here is said without waiting for torch.
     from octavo.scheduler.loading import choose, gpu_memory  # noqa: PLC0415
     from octavo.server.rendering import load_template  # noqa: PLC0415
-    from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
+    from octavo.server.tokenizer_files import load_tokenizer  # noqa: PLC0415
 
     tokenizer = load_tokenizer(path)
     template = load_template(server.chat_template, tokenizer)

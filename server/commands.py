@@ -119,7 +119,7 @@ def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
     from octavo.model.weights.checkpoint import open_checkpoint  # noqa: PLC0415
     from octavo.model.weights.locate import locate  # noqa: PLC0415
     from octavo.scheduler.loading import choose_dtype  # noqa: PLC0415
-    from octavo.server.tokenizer import load_tokenizer  # noqa: PLC0415
+    from octavo.server.tokenizer_files import load_tokenizer  # noqa: PLC0415
 
     path = locate(model)
     checkpoint = open_checkpoint(path, widen=True)

@@ -29,7 +29,7 @@ from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.service import Service
 from octavo.server.settings import Settings, SettingsError
 from octavo.server.spawning import ENGINE_COMMAND, EngineError, Spawned
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from octavo.server.tokenizer import Tokenizer
 from octavo.server.vocabulary import TokenizerError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -57,17 +59,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTokenizer:
-    """A tokenizer and what its file says about special tokens."""
-
-    backend: Tokenizer
-    bos_token: str | None
-    eos_token: str | None
-    adds_bos: bool
-
-
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer that GGUF metadata describes. Raises TokenizerError."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in {"gpt2", "llama"}:
@@ -83,7 +75,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         raise TokenizerError(f"the tokenizer's metadata cannot be used: {type(error).__name__}: {error}") from None
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.adds_bos)
     eos = next((token for token in ends if token is not None), None)
-    return GGUFTokenizer(backend, bos, eos, bool(adds_bos))
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        bos_token=bos,
+        eos_token=eos,
+        adds_bos=bool(adds_bos),
+        chat_template=template if isinstance(template, str) else None,
+    )
 
 
 def _rules(metadata: Mapping[str, Any]) -> ByteLevelRules:
@@ -110,9 +109,9 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
 
 
-def _byte_level(metadata: Mapping[str, Any], rules: ByteLevelRules) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], rules: ByteLevelRules) -> tokenizers.Tokenizer:
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in metadata["tokenizer.ggml.merges"])]
-    backend = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=rules.whole_words))
+    backend = tokenizers.Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=rules.whole_words))
     if rules.composes:
         backend.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rules.single_digits else []
@@ -124,10 +123,10 @@ def _byte_level(metadata: Mapping[str, Any], rules: ByteLevelRules) -> Tokenizer
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """SentencePiece BPE as in Llama 2's tokenizer.json: a text is one word, ▁ is a space, rare characters are bytes."""
     unknown = _special_token(metadata, "unknown")
-    backend = Tokenizer(
+    backend = tokenizers.Tokenizer(
         models.BPE(
             _vocabulary(metadata), _merges_by_score(metadata), unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
@@ -154,7 +153,7 @@ def _merges_by_score(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     return merges
 
 
-def _add_special_tokens(backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
+def _add_special_tokens(backend: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Control tokens are found in a text as a whole and skipped in decoding; user-defined ones are only found whole."""
     kinds = metadata.get("tokenizer.ggml.token_type") or ()
     typed = list(zip(metadata["tokenizer.ggml.tokens"], kinds, strict=bool(kinds)))

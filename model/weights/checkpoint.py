@@ -31,9 +31,9 @@ class Checkpoint(Protocol):
 
     path: Path
     config: ModelConfig
-    files: Mapping[str, Path]
+    files: dict[str, Path]
     """The file of each tensor, where that is not `path` itself: for messages."""
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     """The shape of every tensor that is there."""
 
     def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:
@@ -71,8 +71,8 @@ class RandomCheckpoint:
         self.path = path
         self.config = replace(read_config(path).widened(), stored_fp8=False, cache_scales=False)
         self.seed = seed
-        self.shapes: Mapping[str, tuple[int, ...]] = tensor_shapes(self.config)
-        self.files: Mapping[str, Path] = {}
+        self.shapes = tensor_shapes(self.config)
+        self.files: dict[str, Path] = {}
 
     def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:  # noqa: ARG002
         """Rows of a tensor in the configuration's dtype."""
@@ -107,13 +107,15 @@ def load_weights(
     expected = {name: destination.shape for name, destination in destinations.items()}
     check_shapes(checkpoint.path, checkpoint.files, checkpoint.shapes, expected, tied=tied)
     itemsize = getattr(torch, checkpoint.config.dtype).itemsize
-    total = sum(_wanted_bytes(destination, itemsize) for destination in destinations.values())
+    wanted = {name: destination.rows or (0, destination.shape[0]) for name, destination in destinations.items()}
+    sizes = {name: _row_bytes(destination, itemsize) for name, destination in destinations.items()}
+    total = sum((end - first) * sizes[name] for name, (first, end) in wanted.items())
     slice_bytes = min(SLICE_BYTES, total // SLICES)
     done, digest = 0, hashlib.sha256()
     with ThreadPoolExecutor(1) as hashing:
         hashed: Future[None] = hashing.submit(digest.update, b"")
         for name, destination in destinations.items():
-            first, end = _wanted(destination)
+            first, end = wanted[name]
             step = max(1, slice_bytes // (4 * math.prod(destination.shape[1:])))
             for first_row in range(first, end, step):
                 count = min(step, end - first_row)
@@ -125,7 +127,7 @@ def load_weights(
                 hashed.result()  # one slice waits at most
                 hashed = hashing.submit(digest.update, part.contiguous().view(torch.uint8).numpy().data)
                 destination.load(first_row, part)
-                done += count * _row_bytes(destination, itemsize)
+                done += count * sizes[name]
                 progress(done, total)
     return digest.hexdigest()
 
@@ -135,16 +137,6 @@ def _is_finite(part: Tensor) -> bool:
     if part.dtype.itemsize == 1:
         part = part.float()
     return bool(part.sum().isfinite()) or bool(part.isfinite().all())
-
-
-def _wanted(destination: Destination) -> tuple[int, int]:
-    """First row and end of what a destination takes."""
-    return destination.rows or (0, destination.shape[0])
-
-
-def _wanted_bytes(destination: Destination, itemsize: int) -> int:
-    first, end = _wanted(destination)
-    return (end - first) * _row_bytes(destination, itemsize)
 
 
 def _row_bytes(destination: Destination, itemsize: int) -> int:

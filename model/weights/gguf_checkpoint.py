@@ -1,6 +1,5 @@
 """A GGUF file as a checkpoint: Hugging Face's names, llama.cpp's row order undone, blocks dequantised by slices."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,9 @@ class GGUFCheckpoint:
         self.path = path
         self.file = GGUFFile(path)
         self.config = gguf_config(self.file)
-        self.files: Mapping[str, Path] = {}
+        self.files: dict[str, Path] = {}
         self._gguf_names = {hugging_face_name(name): name for name in self.file.tensors}
-        shapes = {name: self.file.tensors[stored].shape for name, stored in self._gguf_names.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = shapes
+        self.shapes = {name: self.file.tensors[stored].shape for name, stored in self._gguf_names.items()}
 
     def read(self, name: str, first_row: int = 0, rows: int | None = None, *, widen: bool = True) -> Tensor:
         """Rows of a tensor, in Hugging Face's order; quantised ones as uint8 [rows, bytes] unless they are widened."""

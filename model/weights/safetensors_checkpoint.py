@@ -1,6 +1,5 @@
 """A Hugging Face directory of safetensors files: one, or several with an index."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +18,6 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.path = directory
         self.config: ModelConfig = directory_config(directory)
-        self.shapes: Mapping[str, tuple[int, ...]]
-        self.files: Mapping[str, Path]
         self.shapes, self.files = directory_headers(directory, self.config)
         self._scales = scale_shapes(self.config)
 

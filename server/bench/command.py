@@ -173,7 +173,7 @@ def _facts(parsed: argparse.Namespace, outcome: Outcome, model: str) -> dict[str
         "shared_prefix": parsed.shared_prefix,
         "seed": parsed.seed,
         "extra_body": parsed.extra_body,
-        "objective": _objective(objective),
+        "objective": str(objective),
         **summary(outcome, objective, open_loop=open_loop),
     }
 
@@ -182,11 +182,6 @@ def _arrivals(parsed: argparse.Namespace) -> str:
     if parsed.trace is not None:
         return f"as {parsed.trace.name} says"
     return f"{parsed.rate:g} a second on average" if parsed.rate is not None else f"{parsed.concurrency or 1} at a time"
-
-
-def _objective(objective: Objective) -> str:
-    named = {"TTFT": objective.first_token, "ITL": objective.inter_token, "whole": objective.whole_request}
-    return ", ".join(f"{name} {limit:g} ms" for name, limit in named.items() if limit is not None)
 
 
 def _write(parsed: argparse.Namespace, outcome: Outcome, facts: dict[str, Any]) -> None:

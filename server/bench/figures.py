@@ -36,10 +36,10 @@ class Objective:
     """Of the request's mean gap between tokens."""
     whole_request: float | None = None
 
-    @property
-    def given(self) -> bool:
-        """Whether there is anything to meet."""
-        return (self.first_token, self.inter_token, self.whole_request) != (None, None, None)
+    def __str__(self) -> str:
+        """What there is to meet; empty if nothing."""
+        named = {"TTFT": self.first_token, "ITL": self.inter_token, "whole": self.whole_request}
+        return ", ".join(f"{name} {limit:g} ms" for name, limit in named.items() if limit is not None)
 
     def met(self, record: Record) -> bool:
         """Whether a request succeeded within all limits."""
@@ -138,7 +138,7 @@ def summary(outcome: Outcome, objective: Objective, *, open_loop: bool) -> dict[
     }
     if open_loop:
         found["latest_start_ms"] = 1e3 * max((record.sent - record.due for record in records), default=0.0)
-    if objective.given:
+    if str(objective):
         met = sum(map(objective.met, records))
         found["goodput"] = {"requests": met, "share": met / max(1, len(records)), "requests_per_second": met / seconds}
     return found

@@ -18,7 +18,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.step import TokenLogprobs
 from octavo.model.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 NEW_TOKENS = 64
 TIE = 1e-4

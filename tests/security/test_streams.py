@@ -10,7 +10,8 @@ from support.fuzzing import server_sent_events
 from support.live import NO_TLS, Live, live_server, story_command
 
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.tokenizer import Tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 HOSTILE = [
     b'\r\n\r\ndata: {"error": 1}\r\n\r\n',

@@ -4,7 +4,7 @@ import pytest
 from support.live import Live, live_server, story_command
 
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 TALES = {
     "plain": "Once upon a time there was a queen. She counted: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and stopped.",

@@ -14,7 +14,6 @@ from support.live import Live, live_server, story_command
 from support.story_engine import EOS
 from support.vocabularies import sentencepiece_metadata
 
-from octavo.server.tokenizer import Tokenizer
 from octavo.server.tokenizer_gguf import gguf_tokenizer
 
 fields = st.fixed_dictionaries(
@@ -47,7 +46,7 @@ STORIES = 8
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with a SentencePiece tokenizer, around an engine that tells stories full of single bytes."""
-    tokenizer = Tokenizer(gguf_tokenizer(sentencepiece_metadata()).backend)
+    tokenizer = gguf_tokenizer(sentencepiece_metadata())
     single = [token for token in range(tokenizer.vocabulary) if len(tokenizer.token_bytes(token)) == 1]
     rng = random.Random(7)
     told = {}

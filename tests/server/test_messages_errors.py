@@ -15,7 +15,7 @@ from octavo.model.weights.locate import locate
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.access import AccessRules
 from octavo.server.template import ChatTemplate
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 QUESTION = {"role": "user", "content": "Tell me."}
 ROUTES = ("/v1/messages", "/v1/messages/count_tokens")

@@ -18,7 +18,7 @@ from octavo.server import structured
 from octavo.server.errors import APIError
 from octavo.server.grammar_worker import Kind, Trial, judge
 from octavo.server.structured import WORKER_COMMAND, Constraint, GrammarCompiler
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 
 ENDLESS = {"type": "integer", "multipleOf": 1_000_003}
 """Takes the library many seconds to compile, and hundreds of megabytes."""

@@ -32,7 +32,7 @@ def letters() -> Tokenizer:
 
 @cache
 def llama() -> Tokenizer:
-    return Tokenizer(gguf_tokenizer(sentencepiece_metadata()).backend)
+    return gguf_tokenizer(sentencepiece_metadata())
 
 
 def few_ids() -> list[int]:

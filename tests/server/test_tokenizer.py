@@ -22,7 +22,9 @@ from tokenizers import decoders, processors
 
 from octavo.model.weights.errors import CheckpointError
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from octavo.server.tokenizer import Tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
+from octavo.server.vocabulary import TokenizerError
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -254,7 +256,7 @@ def test_a_decoder_that_gives_tokens_no_bytes_of_their_own_is_refused(tmp_path: 
 def test_serving_text_needs_no_torch() -> None:
     program = (
         "import sys; from pathlib import Path; import octavo.server.text, octavo.server.template\n"
-        "from octavo.server.tokenizer import load_tokenizer; load_tokenizer(Path(sys.argv[1])).encode('a')\n"
+        "from octavo.server.tokenizer_files import load_tokenizer; load_tokenizer(Path(sys.argv[1])).encode('a')\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(locate("smollm2"))], check=True)

@@ -18,8 +18,9 @@ from support.vocabularies import (
 )
 
 from octavo.model.weights.errors import CheckpointError
-from octavo.server.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 from octavo.server.tokenizer_gguf import gguf_tokenizer
+from octavo.server.vocabulary import TokenizerError
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PATTERNS = {
@@ -53,15 +54,10 @@ def byte_level_metadata(pre: str | None, **more: Any) -> dict[str, Any]:
     return metadata | {f"tokenizer.ggml.{name}": value for name, value in more.items()}
 
 
-def build(metadata: dict[str, Any]) -> Tokenizer:
-    parts = gguf_tokenizer(metadata)
-    return Tokenizer(parts.backend, bos_token=parts.bos_token, eos_token=parts.eos_token, adds_bos=parts.adds_bos)
-
-
 @pytest.mark.parametrize("pre", PATTERNS)
 def test_each_pre_tokenizer_splits_as_its_model_publishes(pre: str) -> None:
     tokens, merges = trained_merges()
-    tokenizer = build(byte_level_metadata(pre))
+    tokenizer = gguf_tokenizer(byte_level_metadata(pre))
     whole = pre in {"llama-bpe", "tekken"}
     for text in [*TEXTS, UNREACHABLE]:
         normal = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
@@ -73,13 +69,15 @@ def test_each_pre_tokenizer_splits_as_its_model_publishes(pre: str) -> None:
 
 def test_the_pre_tokenizers_differ_on_these_texts() -> None:
     """Otherwise the comparison above would show nothing."""
-    results = {pre: str([build(byte_level_metadata(pre)).encode(text, False) for text in TEXTS]) for pre in PATTERNS}
+    results = {
+        pre: str([gguf_tokenizer(byte_level_metadata(pre)).encode(text, False) for text in TEXTS]) for pre in PATTERNS
+    }
     assert len(set(results.values())) == len(PATTERNS)
 
 
 @pytest.mark.parametrize(("pre", "same_as"), [(None, "gpt-2"), ("default", "gpt-2"), ("llama3", "llama-bpe")])
 def test_other_names_of_the_same_rules(pre: str | None, same_as: str) -> None:
-    one, other = build(byte_level_metadata(pre)), build(byte_level_metadata(same_as))
+    one, other = gguf_tokenizer(byte_level_metadata(pre)), gguf_tokenizer(byte_level_metadata(same_as))
     for text in TEXTS:
         assert one.encode(text) == other.encode(text)
 
@@ -90,13 +88,13 @@ def test_other_names_of_the_same_rules(pre: str | None, same_as: str) -> None:
 )
 def test_bos_is_added_as_the_file_says_or_else_as_its_family_does(pre: str, says: bool | None, adds: bool) -> None:
     """Case C21."""
-    tokenizer = build(byte_level_metadata(pre, **({} if says is None else {"add_bos_token": says})))
+    tokenizer = gguf_tokenizer(byte_level_metadata(pre, **({} if says is None else {"add_bos_token": says})))
     plain = tokenizer.encode("the dog", add_special_tokens=False)
     assert tokenizer.encode("the dog") == ([tokenizer.bos_id] if adds else []) + plain
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
-    tokenizer = build(byte_level_metadata("gpt-2"))
+    tokenizer = gguf_tokenizer(byte_level_metadata("gpt-2"))
     text = "<|begin|>a<think>b   \tc<|end|>"
     ids = tokenizer.encode(text)
     first = tokenizer.vocabulary - 4
@@ -109,13 +107,13 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
 
 def test_the_end_of_a_turn_stands_for_an_end_of_text_that_is_not_named() -> None:
     metadata = byte_level_metadata("gpt-2", eot_token_id=5)
-    assert build(metadata).eos_token == "<|end|>"
+    assert gguf_tokenizer(metadata).eos_token == "<|end|>"
     del metadata["tokenizer.ggml.eos_token_id"]
-    assert build(metadata).eos_token == metadata["tokenizer.ggml.tokens"][5]
+    assert gguf_tokenizer(metadata).eos_token == metadata["tokenizer.ggml.tokens"][5]
 
 
 def test_sentencepiece_encodes_as_the_plain_algorithm_does() -> None:
-    tokenizer, draw = build(sentencepiece_metadata()), random.Random(1)
+    tokenizer, draw = gguf_tokenizer(sentencepiece_metadata()), random.Random(1)
     words = [word for line in CORPUS for word in line.split(" ")]
     texts = [*TEXTS, *(" ".join(draw.choices(words, k=draw.randrange(1, 12))) for _ in range(300))]
     for text in texts:
@@ -126,7 +124,7 @@ def test_sentencepiece_encodes_as_the_plain_algorithm_does() -> None:
 
 
 def test_sentencepiece_falls_back_to_bytes() -> None:
-    tokenizer = build(sentencepiece_metadata())
+    tokenizer = gguf_tokenizer(sentencepiece_metadata())
     ids = tokenizer.encode("你", add_special_tokens=False)
     assert [tokenizer.token_bytes(i) for i in ids] == [b" ", b"\xe4", b"\xbd", b"\xa0"]
     assert [tokenizer.token_text(i) for i in ids] == [" ", "bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0"]
@@ -144,13 +142,13 @@ def test_sentencepiece_falls_back_to_bytes() -> None:
 def test_any_ids_of_sentencepiece_with_whole_characters_decode_as_the_library_does(
     parts: list[list[int]], skip: bool
 ) -> None:
-    parsed = gguf_tokenizer(sentencepiece_metadata())
+    tokenizer = gguf_tokenizer(sentencepiece_metadata())
     ids = [i for part in parts for i in part]
-    assert Tokenizer(parsed.backend).decode(ids, skip) == parsed.backend.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.decode(ids, skip) == tokenizer._backend.decode(ids, skip_special_tokens=skip)
 
 
 def test_without_a_space_prefix_nothing_is_added_and_nothing_stripped() -> None:
-    tokenizer = build(sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
+    tokenizer = gguf_tokenizer(sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False})
     for text in ("the dog", " the dog", "  the"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text == tokenizer.decode(ids)
@@ -201,7 +199,7 @@ def write(path: Path, pre: str) -> Path:
 
 def test_a_file_is_read_like_its_metadata(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "model.gguf", "qwen2"))
-    assert tokenizer.encode(TEXTS[0]) == build(byte_level_metadata("qwen2")).encode(TEXTS[0])
+    assert tokenizer.encode(TEXTS[0]) == gguf_tokenizer(byte_level_metadata("qwen2")).encode(TEXTS[0])
     assert (tokenizer.bos_token, tokenizer.chat_template) == ("<|begin|>", "{{ bos_token }}")
 
 

@@ -10,7 +10,7 @@ from support.live import Live, live_server, story_command
 
 from octavo.model.weights.locate import locate
 from octavo.server.template import ChatTemplate
-from octavo.server.tokenizer import load_tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 from octavo.server.tool_parsers import HERMES, LLAMA3_JSON, MISTRAL
 from octavo.server.tools import Tool, choose_format, describe
 

@@ -26,7 +26,8 @@ from octavo.server.revival import RestartPolicy
 from octavo.server.service import Service
 from octavo.server.spawning import ENGINE_COMMAND
 from octavo.server.template import ChatTemplate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.tokenizer import Tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 from octavo.server.wire import GuardedProtocol
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

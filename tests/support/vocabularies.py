@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from octavo.model.weights.locate import locate
-from octavo.server.tokenizer import Tokenizer, load_tokenizer
+from octavo.server.tokenizer import Tokenizer
+from octavo.server.tokenizer_files import load_tokenizer
 from octavo.server.vocabulary import BYTE_OF
 
 CORPUS = [
