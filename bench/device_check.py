@@ -164,7 +164,7 @@ class Check:
         kernels.rms_norm(x, weight, config.norm_epsilon, out)
         found["rms_norm"] = error(out, normed(x.float()))
         total, spine, added = x.float() + branch.float(), x.clone(), branch.clone()
-        kernels.add_rms_norm(spine, added, weight, config.norm_epsilon, added)
+        kernels.rms_norm(spine, weight, config.norm_epsilon, added, added)
         found["add_rms_norm, sum"], found["add_rms_norm"] = error(spine, total), error(added, normed(total))
         gate_up = torch.randn(17, 2 * config.ffn_width, device=self.device).bfloat16()
         gated = torch.full((17, config.ffn_width), torch.nan, device=self.device, dtype=torch.bfloat16)

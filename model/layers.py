@@ -21,13 +21,9 @@ class RMSNorm:
         """Store weights [count], any float dtype, beginning at index first."""
         self.weight[first : first + values.shape[0]].copy_(values)
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Write norm(x) to out, over the last dimension; they may be the same tensor."""
-        self._kernels.rms_norm(x, self.weight, self._epsilon, out)
-
-    def add(self, x: Tensor, branch: Tensor, out: Tensor) -> None:
-        """x += branch, then write norm(x) to out; branch and out may be the same tensor. All [tokens, width]."""
-        self._kernels.add_rms_norm(x, branch, self.weight, self._epsilon, out)
+    def __call__(self, x: Tensor, out: Tensor, branch: Tensor | None = None) -> None:
+        """Write norm(x) to out, over the last dimension, after x += branch if it is given; see Kernels.rms_norm."""
+        self._kernels.rms_norm(x, self.weight, self._epsilon, out, branch)
 
 
 def rope_table(config: ModelConfig, positions: int) -> Tensor:

@@ -207,11 +207,11 @@ class Transformer:
             block.attention_branch(layer, self.rope, attention, step)
             if observe is not None:
                 observe(step.to_feed_forward)
-            block.feed_forward_norm.add(step.spine, step.to_feed_forward, out=step.to_feed_forward)
+            block.feed_forward_norm(step.spine, out=step.to_feed_forward, branch=step.to_feed_forward)
             block.feed_forward_branch(step)
             if observe is not None:
                 observe(step.to_attention)
-            norm_above.add(step.spine, step.to_attention, out=step.to_attention)
+            norm_above(step.spine, out=step.to_attention, branch=step.to_attention)
 
     def _embed(self, token_ids: Tensor, out: Tensor) -> None:
         """Copy the embeddings of token_ids, int32 [tokens], to out [tokens, width]."""

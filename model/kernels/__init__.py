@@ -91,17 +91,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """Write x / sqrt(mean(x^2) + epsilon) * weight to out (Zhang and Sennrich, 2019).
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
+        """Write x / sqrt(mean(x^2) + epsilon) * weight to out (Zhang and Sennrich, 2019), after x += branch if given.
 
         x and out: [tokens, width] or, for norms per head, [tokens, heads, width], possibly strided views, possibly the
         same tensor; weight: [width]. The normalised value is rounded to x's dtype before the product with weight,
-        as in the reference implementation of the Llama family.
+        as in the reference implementation of the Llama family. With a branch all are [tokens, width]; out may be the
+        branch.
         """
-        ...
-
-    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """x += branch, then out = rms_norm(x). All [tokens, width]. out and branch may be the same tensor."""
         ...
 
     def add(self, x: Tensor, branch: Tensor) -> None:

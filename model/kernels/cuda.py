@@ -66,12 +66,14 @@ class CudaKernels:
             raise ValueError(f"the GPU kernels do not multiply with {quantised} blocks")
         return CudaLinear((out_features, in_features), self.dtype, self.dtype if bias else None, self._device)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """Write x / sqrt(mean(x^2) + epsilon) * weight to out, rounded once, after the product with weight."""
-        self._library.rmsnorm(input=x, weight=weight, eps=epsilon, out=out)
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
+        """Write x / sqrt(mean(x^2) + epsilon) * weight to out, rounded once, after the product with weight.
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """x += branch, then out = rms_norm(x) of the sum before it is rounded. All [tokens, width]."""
+        With a branch, x += branch, and the norm is that of the sum before it is rounded.
+        """
+        if branch is None:
+            self._library.rmsnorm(input=x, weight=weight, eps=epsilon, out=out)
+            return
         if out.data_ptr() != branch.data_ptr():
             out.copy_(branch)
         self._library.fused_add_rmsnorm(input=out, residual=x, weight=weight, eps=epsilon)

@@ -74,16 +74,13 @@ class TorchKernels:
             raise ValueError(f"torch's kernels do not multiply with {quantised} blocks")
         return TorchLinear((out_features, in_features), self.dtype, self.row_multiple, bias=bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
+        """Add branch to x if it is given, then write x / sqrt(mean(x^2) + epsilon) * weight to out; see Kernels."""
+        if branch is not None:
+            self.add(x, branch)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         torch.mul((wide * scale).to(x.dtype), weight, out=out)
-
-    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """x += branch, then out = rms_norm(x). All [tokens, width]."""
-        self.add(x, branch)
-        self.rms_norm(x, weight, epsilon, out)
 
     def add(self, x: Tensor, branch: Tensor) -> None:
         """x += branch, both [tokens, width]."""

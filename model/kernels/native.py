@@ -210,15 +210,8 @@ class NativeKernels:
         make = QuantisedLinear if quantised else PackedLinear
         return make(self.library, variant, weight, shape=shape, dtype=self.dtype, bias=bias, quantised=quantised)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """Write x / sqrt(mean(x^2) + epsilon) * weight to out; x and out [tokens, width] or [tokens, heads, width]."""
-        self._rms_norm(x, None, weight, epsilon, out)
-
-    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        """x += branch, then out = rms_norm(x). All [tokens, width]."""
-        self._rms_norm(x, branch, weight, epsilon, out)
-
-    def _rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> None:
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
+        """Add branch to x if it is given, then write x / sqrt(mean(x^2) + epsilon) * weight to out; see Kernels."""
         shape = x.shape
         tokens, width = shape[0], shape[-1]
         if _vector("weight", weight, self.dtype) != width:

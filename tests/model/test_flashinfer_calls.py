@@ -126,7 +126,7 @@ def test_the_calls_of_the_dense_operations_bind_and_write_where_they_are_told() 
 
     def run() -> None:
         kernels.rms_norm(x, weight, 1e-5, out)
-        kernels.add_rms_norm(x, branch, weight, 1e-5, branch)
+        kernels.rms_norm(x, weight, 1e-5, branch, branch)
         kernels.rotate(heads, heads.clone(), positions, table)
         kernels.silu_mul(x, gated)
 

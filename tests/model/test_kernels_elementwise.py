@@ -72,7 +72,7 @@ def test_additions_are_those_of_torch(path: str, dtype: torch.dtype, width: int)
     assert same_bits(added, x + branch)
 
     added, out = strided(x), strided(branch)
-    kernels.add_rms_norm(added, out, weight, EPSILON, out)  # over the branch
+    kernels.rms_norm(added, weight, EPSILON, out, out)  # over the branch
     assert same_bits(added, x + branch)
     check_norm(out, x + branch, weight)
 
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(path: str, dtype: torch.
 
     def compute(rows: slice) -> Tensor:
         spine, normed = x[rows].clone(), torch.empty_like(x[rows])
-        kernels.add_rms_norm(spine, branch[rows], weight, EPSILON, normed)
+        kernels.rms_norm(spine, weight, EPSILON, normed, branch[rows])
         kernels.rotate(normed.view(-1, 9, 64)[:, :6], normed.view(-1, 9, 64)[:, 6:], positions[rows], cos_sin)
         kernels.add(spine, normed)
         return kernels.silu_mul(torch.cat((spine, branch[rows]), dim=1))
@@ -156,7 +156,7 @@ def test_wrong_arguments_are_refused(path: str, dtype: torch.dtype) -> None:
         lambda: kernels.rms_norm(x.half(), weight, EPSILON, x),
         lambda: kernels.rms_norm(x.T.contiguous().T, weight, EPSILON, x),
         lambda: kernels.rms_norm(weight, weight, EPSILON, weight),
-        lambda: kernels.add_rms_norm(x, x[:, :16], weight, EPSILON, x),
+        lambda: kernels.rms_norm(x, weight, EPSILON, x, x[:, :16]),
         lambda: kernels.add(x, x[:3]),
         lambda: kernels.add(heads, heads),
         lambda: kernels.add(x, x.to("meta")),

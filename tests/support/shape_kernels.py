@@ -34,11 +34,9 @@ class ShapeKernels:
     def linear(self, out_features: int, in_features: int, *, bias: bool = False, quantised: str = "") -> Any:
         return ShapeLinear(out_features, in_features, self.dtype, bias=bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        torch.mul(x, weight, out=out)
-
-    def add_rms_norm(self, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        x.add_(branch)
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
+        if branch is not None:
+            x.add_(branch)
         torch.mul(x, weight, out=out)
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
