@@ -261,7 +261,7 @@ class Check:
         for norm in (self.runner.model.final_norm, *(n for block in self.runner.model.blocks for n in block.norms())):
             norm.weight.fill_(1.0)
         planned = sum(self.ledger.plan.planned(bucket) for bucket in BUCKETS)
-        ledger = sum(self.ledger.allocated(bucket) for bucket in BUCKETS)
+        ledger = sum(self.ledger.allocated[bucket] for bucket in BUCKETS)
         return {"planned": planned, "ledger": ledger, "torch, largest": self.largest()}
 
     def capture(self) -> Capture:

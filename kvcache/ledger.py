@@ -42,15 +42,12 @@ class MemoryLedger:
     """The plan beside what really happened. Allocations happen at start-up only, and never beyond the plan."""
 
     plan: MemoryPlan
-    _allocated: dict[Bucket, int] = field(init=False, default_factory=lambda: dict.fromkeys(BUCKETS, 0))
+    allocated: dict[Bucket, int] = field(init=False, default_factory=lambda: dict.fromkeys(BUCKETS, 0))
+    """Bytes."""
 
     def allocate(self, bucket: Bucket, nbytes: int) -> None:
         """Enter an allocation. MemoryError if the bucket would outgrow its plan."""
-        allocated, planned = self._allocated[bucket], self.plan.planned(bucket)
+        allocated, planned = self.allocated[bucket], self.plan.planned(bucket)
         if allocated + nbytes > planned:
             raise MemoryError(f"{bucket}: {nbytes} bytes on top of {allocated} allocated exceed the {planned} planned")
-        self._allocated[bucket] = allocated + nbytes
-
-    def allocated(self, bucket: Bucket) -> int:
-        """Bytes allocated."""
-        return self._allocated[bucket]
+        self.allocated[bucket] = allocated + nbytes

@@ -35,11 +35,6 @@ class KVStore:
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.data.nbytes
-
     def keys(self, layer: int) -> Tensor:
         """K of one layer: [blocks, block_size * kv_heads * head_dim], contiguous."""
         return self.data[layer, 0]

@@ -302,5 +302,5 @@ def _make_store(layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch
     started = time.monotonic()
     store = KVStore(layout, blocks, dtype, device)
     if (seconds := time.monotonic() - started) > 1:
-        _log.info("KV cache: %s bytes in %.1f s", f"{store.nbytes:,}", seconds)
+        _log.info("KV cache: %s bytes in %.1f s", f"{store.data.nbytes:,}", seconds)
     return store

@@ -32,18 +32,9 @@ from octavo.model.weights.headers import parameters
 from octavo.model.weights.locate import locate
 from octavo.model.weights.progress import loading_progress
 from octavo.model.workspaces import Workspaces
+from octavo.scheduler import planning
 from octavo.scheduler.launch import find_launch
 from octavo.scheduler.messages import EngineConfig, Loading, MemoryLine, Ready
-from octavo.scheduler.planning import (
-    CPU_RUNTIME,
-    HOST,
-    EnginePlan,
-    Machine,
-    gpu_runtime,
-    plan_engine,
-    plan_without_pool,
-    runner_limits,
-)
 from octavo.scheduler.policy import Scheduler
 from octavo.scheduler.sizing import ConfigurationError, available_memory, memory_capacity
 
@@ -70,7 +61,8 @@ def load(
         _log.warning(text, placement.dtype)
     placement, plan = _plan(config, model, placement)
     ledger = MemoryLedger(plan.memory)
-    limits, capture = runner_limits(plan.limits, plan.memory.blocks), placement.capture(eager=config.enforce_eager)
+    limits = planning.runner_limits(plan.limits, plan.memory.blocks)
+    capture = placement.capture(eager=config.enforce_eager)
     ranks = join(_decided(config, placement, plan)) if join else None
     runner = build_runner(checkpoint, placement, limits, ledger, _progress(report), ranks, capture)
     if placement.on_gpu:
@@ -123,7 +115,7 @@ def _check_division(model: ModelConfig, ranks: int) -> None:
         raise ConfigurationError(f"--tensor-parallel-size {ranks}: {error}") from error
 
 
-def _decided(config: EngineConfig, placement: Placement, plan: EnginePlan) -> EngineConfig:
+def _decided(config: EngineConfig, placement: Placement, plan: planning.EnginePlan) -> EngineConfig:
     limits = plan.limits
     return msgspec.structs.replace(
         config,
@@ -162,20 +154,20 @@ def choose_dtype(name: str, *, on_gpu: bool = False) -> torch.dtype:
     return dtypes[name]
 
 
-def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> tuple[Placement, EnginePlan]:
+def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> tuple[Placement, planning.EnginePlan]:
     """Decide limits, workspaces and the size of the pool, before anything large is allocated."""
     machine, available = _machine(placement)
     if placement.workspaces is not None:
-        limits = plan_without_pool(config, model, placement.formats, machine).limits
+        limits = planning.plan_without_pool(config, model, placement.formats, machine).limits
         needed = float_workspace(
             rank_shape(model, placement.ranks),
-            runner_limits(limits, 0),
+            planning.runner_limits(limits, 0),
             placement.dtype,
             placement.device,
             fp8_cache=placement.workspaces.fp8_cache,
         )
         placement = replace(placement, workspaces=replace(placement.workspaces, float_bytes=needed))
-    plan = plan_engine(config, model, placement.formats, machine)
+    plan = planning.plan_engine(config, model, placement.formats, machine)
     wanted = config.max_model_len or model.max_context
     if plan.limits.max_model_len != wanted:
         _log.warning(
@@ -195,12 +187,13 @@ def _plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> tup
     return placement, plan
 
 
-def _machine(placement: Placement) -> tuple[Machine, int]:
+def _machine(placement: Placement) -> tuple[planning.Machine, int]:
     """What there is to plan with, and the bytes that could be had at this moment."""
     if not placement.on_gpu:
-        return Machine(memory_capacity() // placement.share, available_cores()), available_memory() // placement.share
+        share = placement.share
+        return planning.Machine(memory_capacity() // share, available_cores()), available_memory() // share
     free, total = torch.cuda.mem_get_info(placement.device)
-    return Machine(total - gpu_runtime(placement.ranks), available_cores(), on_gpu=True), free
+    return planning.Machine(total - planning.gpu_runtime(placement.ranks), available_cores(), on_gpu=True), free
 
 
 def gpu_memory(placement: Placement) -> Device | None:
@@ -219,16 +212,16 @@ def _kept(model: ModelConfig, placement: Placement) -> tuple[str, ...]:
 def _runtime(placement: Placement, plan: MemoryPlan) -> MemoryLine:
     """What lies beside the buckets: on a GPU as measured, once steps are captured."""
     if not placement.on_gpu:
-        return MemoryLine(bucket="runtime", planned=CPU_RUNTIME, allocated=0)
+        return MemoryLine(bucket="runtime", planned=planning.CPU_RUNTIME, allocated=0)
     free, total = torch.cuda.mem_get_info(placement.device)
-    planned, allocated = gpu_runtime(placement.ranks), max(0, total - free - plan.total)
+    planned, allocated = planning.gpu_runtime(placement.ranks), max(0, total - free - plan.total)
     return MemoryLine(bucket="runtime", planned=planned, allocated=allocated)
 
 
 def _describe(
     model: ModelConfig,
     placement: Placement,
-    plan: EnginePlan,
+    plan: planning.EnginePlan,
     ledger: MemoryLedger,
     weights_digest: str,
     invariance: tuple[bool, str],
@@ -255,11 +248,11 @@ def _describe(
         process=os.getpid(),
         memory=(
             *(
-                MemoryLine(bucket=bucket, planned=ledger.plan.planned(bucket), allocated=ledger.allocated(bucket))
+                MemoryLine(bucket=bucket, planned=ledger.plan.planned(bucket), allocated=ledger.allocated[bucket])
                 for bucket in BUCKETS
             ),
             _runtime(placement, plan.memory),
-            MemoryLine(bucket="host", planned=HOST, allocated=0),
+            MemoryLine(bucket="host", planned=planning.HOST, allocated=0),
         ),
         memory_budget=plan.memory.budget,
         batch_invariant=invariance[0],

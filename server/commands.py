@@ -18,8 +18,7 @@ from octavo.server import plan_report
 from octavo.server.describing import describe, describe_trace
 from octavo.server.flags import add_arguments, resolve
 from octavo.server.planning import DTYPE_BYTES, FP8_CACHE, MAX_DEVICES, Question, forecast
-from octavo.server.settings import SettingsError
-from octavo.server.values import count, option, size
+from octavo.server.values import OptionError, count, option, size
 
 PLANNED_SETTINGS = frozenset(
     {
@@ -125,7 +124,7 @@ def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
     checkpoint = open_checkpoint(path, widen=True)
     tokens = tuple(load_tokenizer(path).encode(text))
     if not 1 <= len(tokens) <= checkpoint.config.max_context:
-        raise SettingsError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
+        raise OptionError(f"--trace: {len(tokens)} tokens; the model takes 1 to {checkpoint.config.max_context}")
     dtype = choose_dtype(dtype_name)
     placement = place_on_cpu(dtype, Workspaces(), 1, 1, fp8=False)
     found = trace(checkpoint, placement, tokens, lambda _done, _total: None)
@@ -135,7 +134,7 @@ def _trace(model: str, dtype_name: str, text: str) -> Iterator[str]:
 
 
 def _question(parsed: argparse.Namespace) -> Question:
-    """What the options ask. Raises SettingsError or CheckpointError."""
+    """What the options ask. Raises OptionError or CheckpointError."""
     given = {name: getattr(parsed, name) for name in ("model", *PLANNED_SETTINGS)}
     engine = resolve(given, os.environ).engine
     model = find_config(engine.model)

@@ -65,11 +65,6 @@ class EngineProcess:
         return engine
 
     @property
-    def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
-
-    @property
     def returncode(self) -> int | None:
         """What the process ended with; None while it runs."""
         return self._process.poll()

@@ -13,16 +13,8 @@ from typing import Any
 import msgspec
 
 from octavo.scheduler.messages import EngineConfig
-from octavo.server.settings import (
-    ENVIRONMENT_PREFIX,
-    FOREIGN_VARIABLES,
-    SETTINGS,
-    ServerSettings,
-    Setting,
-    Settings,
-    SettingsError,
-)
-from octavo.server.values import boolean
+from octavo.server.settings import ENVIRONMENT_PREFIX, FOREIGN_VARIABLES, SETTINGS, ServerSettings, Setting, Settings
+from octavo.server.values import OptionError, boolean
 
 
 def add_arguments(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
@@ -48,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: Collection[str] | None
 
 
 def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
-    """Turn parsed arguments and the environment into settings. Raises SettingsError."""
+    """Turn parsed arguments and the environment into settings. Raises OptionError."""
     _refuse_unknown_variables(environment)
     values: dict[str, Any] = {}
     changed: dict[str, str] = {}
@@ -61,7 +53,7 @@ def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Set
         if value != setting.default:
             changed[setting.flag] = "***" if setting.secret else _spelled(value)
     if values["fault"] and not values["enable_faults"]:
-        raise SettingsError("--fault breaks requests on purpose: it needs --enable-faults")
+        raise OptionError("--fault breaks requests on purpose: it needs --enable-faults")
     values["served_model_name"] = values["served_model_name"] or (_default_name(values["model"]),)
     return Settings(
         server=ServerSettings(**{name: values[name] for name in ServerSettings.__dataclass_fields__}),
@@ -76,7 +68,7 @@ def _given(setting: Setting, arguments: Mapping[str, Any], environment: Mapping[
         return setting.flag, arguments[setting.name]
     if setting.negated and environment.get(setting.negated):
         if environment.get(setting.variable):
-            raise SettingsError(f"{setting.variable} and {setting.negated} are both set: keep one")
+            raise OptionError(f"{setting.variable} and {setting.negated} are both set: keep one")
         return setting.negated, environment[setting.negated]
     if environment.get(setting.variable):  # an empty variable is an unset one, as in most shells and manifests
         text = environment[setting.variable]
@@ -98,7 +90,7 @@ def _read(setting: Setting, source: str, text: str) -> Any:
         return setting.read(text)
     except ValueError as error:
         shown = "" if setting.secret else f" {text!r}:"
-        raise SettingsError(f"{source}:{shown} {error}") from None
+        raise OptionError(f"{source}:{shown} {error}") from None
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
@@ -106,7 +98,7 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     for name in environment:
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
             near = difflib.get_close_matches(name, known - {""}, n=1, cutoff=0)
-            raise SettingsError(f"{name}: there is no such setting; the nearest is {near[0]}")
+            raise OptionError(f"{name}: there is no such setting; the nearest is {near[0]}")
 
 
 def _default_name(model: str) -> str:

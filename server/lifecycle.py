@@ -27,9 +27,10 @@ from octavo.server.rendering import load_template
 from octavo.server.revival import RestartPolicy
 from octavo.server.sampling_defaults import choose_sampling_defaults
 from octavo.server.service import Service
-from octavo.server.settings import Settings, SettingsError
+from octavo.server.settings import Settings
 from octavo.server.spawning import ENGINE_COMMAND, EngineError, Spawned
 from octavo.server.tokenizer_files import load_tokenizer
+from octavo.server.values import OptionError
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
@@ -184,13 +185,13 @@ def _read_model(settings: Settings) -> Callable[[EngineClient], Service]:
 
 
 def _start_tracing(endpoint: str | None, metrics: Metrics) -> "Tracing | None":
-    """Export traces of every request from now on. Raises SettingsError where OpenTelemetry is not installed."""
+    """Export traces of every request from now on. Raises OptionError where OpenTelemetry is not installed."""
     if endpoint is None:
         return None
     try:
         from octavo.server.tracing import Tracing  # noqa: PLC0415 - an extra, which takes long to import
     except ImportError:
-        raise SettingsError(
+        raise OptionError(
             "--otlp-traces-endpoint: OpenTelemetry is not installed; run pip install opentelemetry-sdk "
             "opentelemetry-exporter-otlp-proto-http"
         ) from None

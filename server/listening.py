@@ -11,7 +11,8 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from octavo.server.settings import ServerSettings, SettingsError
+from octavo.server.settings import ServerSettings
+from octavo.server.values import OptionError
 from octavo.server.wire import GuardedProtocol, Sight
 
 KEEP_ALIVE_SECONDS = 75
@@ -54,16 +55,16 @@ def _bind_error(host: str, port: int, error: OSError) -> BindError:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Raise SettingsError for a certificate without its key, or files that are something else."""
+    """Raise OptionError for a certificate without its key, or files that are something else."""
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         missing = "--ssl-keyfile" if settings.ssl_keyfile is None else "--ssl-certfile"
-        raise SettingsError(f"{missing} is missing: HTTPS needs a certificate and its private key")
+        raise OptionError(f"{missing} is missing: HTTPS needs a certificate and its private key")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     except OSError as error:
-        raise SettingsError(
+        raise OptionError(
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its private key: {error.strerror or error}"
         ) from None
 

@@ -11,23 +11,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
+from octavo.server import protocol
 from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
 from octavo.server.generate import respond
 from octavo.server.prepare import Prepared
 from octavo.server.prompts import render
-from octavo.server.protocol import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    ChatRequest,
-    Message,
-    RequestModel,
-    SamplingFields,
-    Stop,
-    join_text,
-    parse,
-    text_schema,
-)
 from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
 from octavo.server.translation import ONE_ANSWER, as_chat, message
@@ -44,10 +33,10 @@ UNSUPPORTED = {
 }
 """Fields that change the answer and are not built, beside those of all endpoints."""
 
-Text = Annotated[str, BeforeValidator(join_text), WithJsonSchema(text_schema())]
+Text = Annotated[str, BeforeValidator(protocol.join_text), WithJsonSchema(protocol.text_schema())]
 
 
-class Turn(RequestModel):
+class Turn(protocol.RequestModel):
     """One message."""
 
     role: Literal["user", "assistant"]
@@ -57,10 +46,10 @@ class Turn(RequestModel):
 class _Conversation(BaseModel):
     """What both routes read."""
 
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Turn] = Field(min_length=1, max_length=protocol.MAX_MESSAGES)
     system: Text | None = None
 
-    def as_messages(self) -> list[Message]:
+    def as_messages(self) -> list[protocol.Message]:
         """The conversation of a chat. Turns of one role that follow each other are one, as Anthropic has it."""
         found = [] if self.system is None else [message("system", self.system)]
         for turn in self.messages:
@@ -75,28 +64,28 @@ class _Conversation(BaseModel):
         return {"continue_final_message": True, "add_generation_prompt": False} if open_end else {}
 
 
-class MessagesRequest(SamplingFields, _Conversation):
+class MessagesRequest(protocol.SamplingFields, _Conversation):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: list[Stop] | None = Field(None, max_length=MAX_STOPS)
+    stop_sequences: list[protocol.Stop] | None = Field(None, max_length=protocol.MAX_STOPS)
     temperature: float | None = Field(1.0, ge=0, le=1, allow_inf_nan=False)
 
-    def chat(self) -> ChatRequest:
+    def chat(self) -> protocol.ChatRequest:
         """The same as a chat."""
         return as_chat(self, self.as_messages(), self.max_tokens, **self.prefill()).model_copy(
             update={"stop": self.stop_sequences or []}
         )
 
 
-class CountTokensRequest(RequestModel, _Conversation):
+class CountTokensRequest(protocol.RequestModel, _Conversation):
     """POST /v1/messages/count_tokens."""
 
     model: str = Field(max_length=512)
 
-    def chat(self) -> ChatRequest:
+    def chat(self) -> protocol.ChatRequest:
         """The chat whose prompt is counted."""
-        return ChatRequest(model=self.model, messages=self.as_messages(), **self.prefill())
+        return protocol.ChatRequest(model=self.model, messages=self.as_messages(), **self.prefill())
 
 
 def add_messages_routes(app: FastAPI, service: Service) -> None:
@@ -104,12 +93,12 @@ def add_messages_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", tags=["generate"], summary="Answer a conversation, in Anthropic's shape")
     async def messages(request: Request) -> Response:
-        body = await service.read(request, partial(parse, MessagesRequest, unsupported=UNSUPPORTED))
+        body = await service.read(request, partial(protocol.parse, MessagesRequest, unsupported=UNSUPPORTED))
         return await respond(service, request, body.chat(), partial(MessageTeller, body))
 
     @app.post("/v1/messages/count_tokens", tags=["tokens"], summary="The tokens of a conversation's prompt")
     async def count_tokens(request: Request) -> Response:
-        body = await service.read(request, partial(parse, CountTokensRequest, unsupported=UNSUPPORTED))
+        body = await service.read(request, partial(protocol.parse, CountTokensRequest, unsupported=UNSUPPORTED))
         service.check_model(body.model)
         ids = await service.tokenizer.encode_aside(
             await render(body.chat(), service.renderer), add_special_tokens=False

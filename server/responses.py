@@ -11,20 +11,11 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
+from octavo.server import protocol
 from octavo.server.choice import Choice, Delta, complete
 from octavo.server.errors import APIError
 from octavo.server.generate import respond
 from octavo.server.prepare import Prepared
-from octavo.server.protocol import (
-    MAX_MESSAGES,
-    ChatRequest,
-    Message,
-    RequestModel,
-    SamplingFields,
-    join_text,
-    parse,
-    text_schema,
-)
 from octavo.server.service import Service
 from octavo.server.stream import Framing, named_event
 from octavo.server.structured import TextFormat
@@ -56,7 +47,7 @@ _ITEM = {
     "properties": {
         "type": {"const": "message"},
         "role": {"enum": list(ROLES)},
-        "content": text_schema(TEXT_PARTS),
+        "content": protocol.text_schema(TEXT_PARTS),
     },
 }
 
@@ -73,13 +64,13 @@ def _items(value: Any) -> Any:
 def _message(index: int, item: Any) -> dict[str, Any]:
     if not isinstance(item, dict) or item.get("type", "message") != "message" or item.get("role") not in ROLES:
         raise ValueError(f"item {index} must be a message of the role {', '.join(ROLES)}")
-    content = join_text(item.get("content"), TEXT_PARTS)
+    content = protocol.join_text(item.get("content"), TEXT_PARTS)
     if not isinstance(content, str):
         raise ValueError(f"item {index} needs content: a string or a list of text parts")  # noqa: TRY004
     return {"role": item["role"], "content": content}
 
 
-class TextOptions(RequestModel):
+class TextOptions(protocol.RequestModel):
     """What the text of an answer is to be."""
 
     format: TextFormat | None = None
@@ -87,14 +78,14 @@ class TextOptions(RequestModel):
     """Other values would change the answer, and are not built."""
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(protocol.SamplingFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        list[Message],
+        list[protocol.Message],
         BeforeValidator(_items),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]}),
-    ] = Field(min_length=1, max_length=MAX_MESSAGES)
+    ] = Field(min_length=1, max_length=protocol.MAX_MESSAGES)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     metadata: dict[str, str] | None = Field(None, max_length=16)
@@ -105,7 +96,7 @@ class ResponsesRequest(SamplingFields):
         """What the text must follow."""
         return (self.text and self.text.format) or TextFormat()
 
-    def chat(self) -> ChatRequest:
+    def chat(self) -> protocol.ChatRequest:
         """The same as a chat: instructions are its system message."""
         system = [] if self.instructions is None else [message("system", self.instructions)]
         wanted = self.format.as_response_format()
@@ -117,7 +108,7 @@ def add_responses_route(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", tags=["generate"], summary="Answer a text or a conversation, without state")
     async def responses(request: Request) -> Response:
-        body = await service.read(request, partial(parse, ResponsesRequest, unsupported=UNSUPPORTED))
+        body = await service.read(request, partial(protocol.parse, ResponsesRequest, unsupported=UNSUPPORTED))
         try:
             return await respond(service, request, body.chat(), partial(ResponseTeller, body))
         except APIError as error:

@@ -28,12 +28,6 @@ FOREIGN_VARIABLES = frozenset({"OCTAVO_KERNELS", "OCTAVO_CACHE_DIR", "OCTAVO_POI
 """Read by the kernels themselves, when they are compiled at first use; the last two by the engine, under test."""
 
 
-class SettingsError(ValueError):
-    """A setting cannot be understood or does not exist. The text names the flag or variable."""
-
-    exit_code = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting. `name` is the field it fills; flag and variable follow from it."""

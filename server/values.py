@@ -12,7 +12,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class OptionError(ValueError):
-    """Options contradict each other, or what one names cannot be used: one line."""
+    """An option or a variable cannot be understood, does not exist, or contradicts others: one line that names it."""
 
     exit_code = 64
 

@@ -81,10 +81,10 @@ class TorchAttention:
         out[batch.tokens :] = 0
         for first in range(0, self._tiles.kv_lengths.shape[0], self._tiles_per_pass):
             tiles = self._tiles.part(first, first + self._tiles_per_pass)
-            result = self._attend(tiles, q, keys, values)
+            result = self._attend(tiles, q, keys, values, batch.block_indices)
             out[tiles.tokens[tiles.valid]] = result[tiles.valid].to(out.dtype)
 
-    def _attend(self, tiles: Tiles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, tiles: Tiles, q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Tensor:
         """Attend from every token of the tiles: [tiles, TILE, heads, head_dim], float32."""
         kv_heads, head_dim = keys.shape[1:]
         count = tiles.kv_lengths.shape[0]
@@ -97,7 +97,7 @@ class TorchAttention:
         for base in range(self._first_base(tiles), int(furthest[0]) + 1, SPAN):
             active = int((furthest >= base).sum())
             part = tiles.part(0, active)
-            span_keys, span_values = self._gather(part, base, keys, values)
+            span_keys, span_values = self._gather(part, base, keys, values, blocks)
             scores = torch.matmul(queries[:active], span_keys.transpose(2, 3)) * self._scale
             scores.masked_fill_(~self._visible(part, base), float("-inf"))
             previous = highest[:active].clone()
@@ -116,16 +116,14 @@ class TorchAttention:
             return 0
         return max(0, int(tiles.positions.min()) - self._window + 1) // SPAN * SPAN
 
-    def _gather(self, tiles: Tiles, base: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, tiles: Tiles, base: int, keys: Tensor, values: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of one span for each tile: [tiles, kv_heads, SPAN, head_dim], float32."""
-        if self._batch is None:
-            raise RuntimeError("forward without a plan")
         size = self._store.layout.block_size
         last = (tiles.kv_lengths - 1)[:, None]
         wanted = torch.arange(base, base + SPAN)
         position = torch.minimum(wanted, last)  # the row may end within the span: what is repeated is masked
-        blocks = self._batch.block_indices[tiles.blocks_from[:, None] + position // size]
-        slots = blocks.long() * size + position % size
+        own = blocks[tiles.blocks_from[:, None] + position // size]
+        slots = own.long() * size + position % size
         return keys[slots].float().transpose(1, 2), values[slots].float().transpose(1, 2)
 
     def _visible(self, tiles: Tiles, base: int) -> Tensor:

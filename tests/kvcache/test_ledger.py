@@ -14,7 +14,7 @@ def test_allocations_of_a_bucket_add_up_and_leave_the_others_alone() -> None:
     ledger = MemoryLedger(PLAN)
     ledger.allocate("activations", 100)
     ledger.allocate("activations", 200)
-    assert [ledger.allocated(bucket) for bucket in BUCKETS] == [0, 0, 300]
+    assert [ledger.allocated[bucket] for bucket in BUCKETS] == [0, 0, 300]
     assert [ledger.plan.planned(bucket) for bucket in BUCKETS] == [1000, 200, 300]
 
 
@@ -23,4 +23,4 @@ def test_an_allocation_beyond_the_plan_is_refused_and_not_entered() -> None:
     ledger.allocate("cache", 150)
     with pytest.raises(MemoryError, match="cache"):
         ledger.allocate("cache", 51)
-    assert ledger.allocated("cache") == 150
+    assert ledger.allocated["cache"] == 150

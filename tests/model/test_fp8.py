@@ -172,7 +172,7 @@ def serve_tiny(checkpoint: Checkpoint, **options: object) -> dict[int, list[int]
     assert served.errors == []
     for bucket in BUCKETS:
         if not options.get("reference"):
-            assert ledger.allocated(bucket) == ledger.plan.planned(bucket)
+            assert ledger.allocated[bucket] == ledger.plan.planned(bucket)
     return served.tokens
 
 

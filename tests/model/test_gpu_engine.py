@@ -63,7 +63,7 @@ def serve_scenario(checkpoint: Checkpoint, **options: object) -> Served:
     assert served.errors == []
     for bucket in BUCKETS:
         if not options.get("reference"):  # which works in no memory of its own
-            assert ledger.allocated(bucket) == ledger.plan.planned(bucket)
+            assert ledger.allocated[bucket] == ledger.plan.planned(bucket)
     return served
 
 

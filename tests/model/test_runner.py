@@ -166,7 +166,7 @@ def test_a_step_larger_than_the_runner_is_refused(checkpoint: Path) -> None:
 def test_what_is_allocated_is_what_was_planned(checkpoint: Path, dtype: torch.dtype) -> None:
     _, ledger = build(checkpoint, dtype)
     for bucket in BUCKETS:
-        assert ledger.allocated(bucket) == ledger.plan.planned(bucket) > 0
+        assert ledger.allocated[bucket] == ledger.plan.planned(bucket) > 0
 
 
 def test_memory_beyond_the_plan_is_refused(checkpoint: Path) -> None:

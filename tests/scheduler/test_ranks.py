@@ -107,7 +107,7 @@ def test_a_divided_engine_serves_the_same_tokens_and_goes_on_when_a_rank_is_kill
         async for events in generation:
             found += [event.token for event in events]
             if kill and len(found) > 2:
-                os.kill(ranks_of(client._process.pid)[0], signal.SIGKILL)
+                os.kill(ranks_of(client._process._process.pid)[0], signal.SIGKILL)
                 kill = False
         return found
 
@@ -118,10 +118,10 @@ def test_a_divided_engine_serves_the_same_tokens_and_goes_on_when_a_rank_is_kill
             assert client.ready.weights_digest != whole.weights_digest
             assert client.ready.memory[0].allocated < 0.6 * whole.memory[0].allocated
             for kill in (False, True):
-                processes.update([client._process.pid, *ranks_of(client._process.pid)])
+                processes.update([client._process._process.pid, *ranks_of(client._process._process.pid)])
                 assert len(processes) == 2
                 assert await tokens(client, kill=kill) == expected
-            processes.update([client._process.pid, *ranks_of(client._process.pid)])
+            processes.update([client._process._process.pid, *ranks_of(client._process._process.pid)])
             assert len(processes) == 4
             files = [file for process in processes for file in Path("/proc").glob(f"{process}/fd/*")]
             assert not sockets_that_listen() & {str(file.readlink()) for file in files}

@@ -10,7 +10,7 @@ from support.octavo_command import octavo, only_error
 
 from octavo.server.flags import resolve
 from octavo.server.listening import check_certificate
-from octavo.server.settings import SettingsError
+from octavo.server.values import OptionError
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_certificate_needs_a_key_and_a_key_a_certificate(certificate: tuple[Pa
     assert result.returncode == 64
     problem = "is missing: HTTPS needs a certificate and its private key"
     assert only_error(result) == f"octavo: error: --ssl-keyfile {problem}"
-    with pytest.raises(SettingsError, match=f"^--ssl-certfile {problem}$"):
+    with pytest.raises(OptionError, match=f"^--ssl-certfile {problem}$"):
         check_certificate(resolve({"ssl_keyfile": key}, {}).server)
 
 
@@ -38,7 +38,7 @@ def test_files_that_are_no_certificate_and_key_are_refused(certificate: tuple[Pa
     other = tmp_path / "other.pem"
     other.write_text("nothing of the kind")
     for file, secret in ((str(other), key), (chain, str(other)), (key, chain)):
-        with pytest.raises(SettingsError, match=r"^--ssl-certfile, --ssl-keyfile: not a certificate .*[^\n]$"):
+        with pytest.raises(OptionError, match=r"^--ssl-certfile, --ssl-keyfile: not a certificate .*[^\n]$"):
             check_certificate(resolve({"ssl_certfile": file, "ssl_keyfile": secret}, {}).server)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.flags import add_arguments, resolve
-from octavo.server.settings import SETTINGS, ServerSettings, Settings, SettingsError
+from octavo.server.settings import SETTINGS, ServerSettings, Settings
+from octavo.server.values import OptionError
 
 GIVEN = {
     "model": ("some/model", "some/model"),
@@ -140,7 +141,7 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
     assert not settings([], {"OCTAVO_NO_PREFIX_CACHING": "1"}).engine.prefix_caching
     assert settings([], {"OCTAVO_NO_PREFIX_CACHING": "0"}).engine.prefix_caching
     assert settings(["--prefix-caching"], {"OCTAVO_PREFIX_CACHING": "0"}).engine.prefix_caching
-    with pytest.raises(SettingsError, match="OCTAVO_PREFIX_CACHING and OCTAVO_NO_PREFIX_CACHING"):
+    with pytest.raises(OptionError, match="OCTAVO_PREFIX_CACHING and OCTAVO_NO_PREFIX_CACHING"):
         settings([], {"OCTAVO_NO_PREFIX_CACHING": "1", "OCTAVO_PREFIX_CACHING": "1"})
 
 
@@ -187,18 +188,18 @@ def test_prefix_caching_can_be_turned_off_in_three_ways() -> None:
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_it_was_given_under(name: str, text: str) -> None:
-    with pytest.raises(SettingsError) as raised:
+    with pytest.raises(OptionError) as raised:
         settings([f"--{name.replace('_', '-')}={text}"])
     assert str(raised.value).startswith(f"--{name.replace('_', '-')}: {text!r}: ")
     assert raised.value.exit_code == 64
     if text:
-        with pytest.raises(SettingsError, match="^OCTAVO_" + name.upper()):
+        with pytest.raises(OptionError, match="^OCTAVO_" + name.upper()):
             settings([], {"OCTAVO_" + name.upper(): text})
 
 
 def test_faults_are_refused_unless_they_are_enabled() -> None:
     for given in ({"OCTAVO_FAULT": "step-hangs"}, {"OCTAVO_FAULT": "step-hangs", "OCTAVO_ENABLE_FAULTS": "0"}):
-        with pytest.raises(SettingsError, match="--enable-faults"):
+        with pytest.raises(OptionError, match="--enable-faults"):
             settings([], given)
     faults = ("step-raises:token=7", "engine-killed:step=3:life=0")
     for arguments, variables in ((["--enable-faults"], {}), ([], {"OCTAVO_ENABLE_FAULTS": "1"})):
@@ -206,13 +207,13 @@ def test_faults_are_refused_unless_they_are_enabled() -> None:
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(SettingsError, match=r"^OCTAVO_MAX_MODEL_LENGTH: .*OCTAVO_MAX_MODEL_LEN$"):
+    with pytest.raises(OptionError, match=r"^OCTAVO_MAX_MODEL_LENGTH: .*OCTAVO_MAX_MODEL_LEN$"):
         settings([], {"OCTAVO_MAX_MODEL_LENGTH": "1"})
     settings([], {"OCTAVO_KERNELS": "torch", "OCTAVO_CACHE_DIR": "/tmp", "PATH": "x", "octavo_port": "x"})  # noqa: S108
 
 
 def test_a_kubernetes_service_link_is_recognised() -> None:
-    with pytest.raises(SettingsError, match=r"OCTAVO_PORT.*enableServiceLinks"):
+    with pytest.raises(OptionError, match=r"OCTAVO_PORT.*enableServiceLinks"):
         settings([], {"OCTAVO_PORT": "tcp://10.0.0.1:8000"})
 
 
@@ -241,10 +242,10 @@ def test_keys_come_from_flags_variables_and_files_and_are_shown_nowhere(tmp_path
     assert set(resolved.changed.values()) == {"***"}
     path.write_text("# none\n")
     for name, problem in ((str(path), "no key in this file"), ("/no/such/file", "no such file")):
-        with pytest.raises(SettingsError, match=f"^--api-key-file: there is {problem}$"):
+        with pytest.raises(OptionError, match=f"^--api-key-file: there is {problem}$"):
             settings(["--api-key-file", name])
     path.write_bytes(b"\xff")
-    with pytest.raises(SettingsError, match="UTF-8"):
+    with pytest.raises(OptionError, match="UTF-8"):
         settings(["--api-key-file", str(path)])
-    with pytest.raises(SettingsError, match=r"^--api-key: must not be empty$"):
+    with pytest.raises(OptionError, match=r"^--api-key: must not be empty$"):
         settings(["--api-key", " "])

@@ -126,7 +126,7 @@ def test_f7_a_paused_request_outlives_its_engine(patient: Live, expected: object
     restarts = client.metrics.engine_restarts
     with unread(patient, 2) as connection:
         generated = client.metrics.generated_tokens
-        os.kill(client._process.pid, signal.SIGKILL)
+        os.kill(client._process._process.pid, signal.SIGKILL)
         eventually(lambda: client.metrics.engine_restarts == restarts + 1)
         patient.completion(prompt=[7], max_tokens=NEIGHBOUR)
         assert client.metrics.generated_tokens == generated + NEIGHBOUR

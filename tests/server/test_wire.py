@@ -73,10 +73,10 @@ REFUSED = {
 @pytest.fixture
 def steadfast(live: Live) -> Iterator[Live]:
     """A server whose engine is the same afterwards, and answers."""
-    process = live.service.client._process.pid
+    process = live.service.client._process._process.pid
     yield live
     assert live.completion(prompt=[5], max_tokens=1)["usage"]["completion_tokens"] == 1
-    assert live.service.client._process.pid == process
+    assert live.service.client._process._process.pid == process
 
 
 def statuses(response: bytes) -> list[int]:

@@ -56,7 +56,7 @@ class Killer(threading.Thread):
                 continue
             time.sleep(rng.random() * 0.5)
             if not client.restarting:
-                os.kill(client._process.pid, signal.SIGKILL)
+                os.kill(client._process._process.pid, signal.SIGKILL)
                 self.done += 1
                 while not client.restarting:
                     time.sleep(0.001)

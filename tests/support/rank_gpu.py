@@ -72,7 +72,7 @@ class RankCapture(FakeCapture):
 def build(checkpoint: Checkpoint, ranks: Ranks | None = None, **options: Any) -> Any:
     runner, ledger = build_on_gpu(checkpoint, LIMITS, ranks=ranks, **options)
     for bucket in BUCKETS:
-        assert ledger.allocated(bucket) == ledger.plan.planned(bucket) > 0
+        assert ledger.allocated[bucket] == ledger.plan.planned(bucket) > 0
     return runner
 
 
