@@ -93,9 +93,7 @@ class ModelConfig:
         return replace(self, quantised={})
 
     @classmethod
-    def from_hugging_face(
-        cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None
-    ) -> "ModelConfig":
+    def from_hugging_face(cls, config: Mapping[str, object], generation: Mapping[str, object] = {}) -> "ModelConfig":
         """Read config.json and, where there is one, generation_config.json, whose ids of the end of text come first.
 
         Defaults are those of the architecture's class in transformers. A key that names code to run (auto_map) is not
@@ -113,7 +111,7 @@ class ModelConfig:
         attention_bias = architecture in {"LlamaForCausalLM", "Qwen3ForCausalLM"} and fields.flag(
             "attention_bias", default=False
         )
-        ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id", vocabulary)
+        ends = Fields(generation, "generation_config.json").token_ids("eos_token_id", vocabulary)
         ends += fields.token_ids("eos_token_id", vocabulary)
         return cls(
             architecture=architecture,

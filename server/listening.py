@@ -73,7 +73,21 @@ class HTTPServer(uvicorn.Server):
     """uvicorn in the background, and the signals are the daemon's."""
 
     def __init__(self, app: ASGIApp, sight: Sight, settings: ServerSettings, listener: socket.socket) -> None:
-        super().__init__(_configuration(app, sight, settings))
+        http = partial(GuardedProtocol, settings=settings, sight=sight)
+        configuration = uvicorn.Config(
+            app,
+            log_config=None,
+            lifespan="off",
+            http=http,  # type: ignore[arg-type]
+            ws="none",
+            server_header=False,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            # A client that does not read what it is sent must not keep the server from ending.
+            timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + 1,
+        )
+        super().__init__(configuration)
         self._settings = settings
         self._listener = listener
         host, port = listener.getsockname()[:2]
@@ -106,19 +120,3 @@ class HTTPServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the handlers alone."""
         yield
-
-
-def _configuration(app: ASGIApp, sight: Sight, settings: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        lifespan="off",
-        http=partial(GuardedProtocol, settings=settings, sight=sight),  # type: ignore[arg-type]
-        ws="none",
-        server_header=False,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        # A client that does not read what it is sent must not keep the server from ending.
-        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + 1,
-    )

@@ -66,21 +66,17 @@ class Renderer:
     def __init__(self, template: ChatTemplate, max_waiting: int = 1024) -> None:
         """At most `max_waiting` conversations are held at a time; more are answered with 429."""
         self.template = template
-        self._pool = WorkerPool(WORKER_COMMAND, _opening(template), max_waiting=max_waiting, subject="conversations")
+        self.pool = WorkerPool(WORKER_COMMAND, _opening(template), max_waiting=max_waiting, subject="conversations")
 
     async def render(self, question: bytes) -> str:
         """Return the prompt for what `conversation` made. Raises TemplateRequestError or APIError (429)."""
         try:
-            answer = msgspec.json.decode(await self._pool.ask(question, RENDER_SECONDS), type=Rendered)
+            answer = msgspec.json.decode(await self.pool.ask(question, RENDER_SECONDS), type=Rendered)
         except WorkerError as error:
             raise TemplateRequestError(str(error)) from None
         if answer.error:
             raise TemplateRequestError(answer.error)
         return answer.text
-
-    async def close(self) -> None:
-        """End the workers."""
-        await self._pool.close()
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], /, **options: Any) -> bytes:

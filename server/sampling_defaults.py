@@ -6,7 +6,7 @@ from pathlib import Path
 
 from octavo.model.fields import Fields
 from octavo.model.step import SamplingParams
-from octavo.model.weights.configuration import read_json
+from octavo.model.weights.configuration import read_json_if_any
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def choose_sampling_defaults(path: Path, *, wanted: bool) -> SamplingParams:
 def model_sampling_defaults(path: Path) -> SamplingParams:
     """Read them from the directory of a model; a .gguf file has none. Raises CheckpointError."""
     file = path / "generation_config.json"
-    given = Fields(read_json(file) if path.is_dir() and file.is_file() else {}, str(file))
+    given = Fields(read_json_if_any(file), str(file))
     return SamplingParams(  # within the ranges of requests
         temperature=given.number("temperature", 0, 2, 1.0),
         top_p=given.number("top_p", 0, 1, 1.0),

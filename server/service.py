@@ -63,9 +63,9 @@ class Service:
 
     async def close(self) -> None:
         """End what was started beside the engine."""
-        await self.grammars.close()
+        await self.grammars.pool.close()
         if self.renderer is not None:
-            await self.renderer.close()
+            await self.renderer.pool.close()
 
     @property
     def fingerprint(self) -> str:

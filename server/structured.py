@@ -206,10 +206,6 @@ class GrammarCompiler:
             raise invalid(constraint.param, f"Invalid '{constraint.param}': {verdict.error}")
         return verdict.grammar
 
-    async def close(self) -> None:
-        """End the workers."""
-        await self.pool.close()
-
     async def _try(self, trial: Trial) -> Verdict:
         try:
             answer = await self.pool.ask(msgspec.json.encode(trial), WORKER_SECONDS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.model.weights.configuration import read_json
+from octavo.model.weights.configuration import read_json_if_any
 from octavo.model.weights.gguf_file import GGUFFile
 from octavo.server.tokenizer import Tokenizer
 from octavo.server.tokenizer_gguf import gguf_tokenizer
@@ -29,8 +29,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def _from_directory(directory: Path) -> Tokenizer:
     if not (directory / "tokenizer.json").is_file():
         raise TokenizerError("no tokenizer.json here; a model needs one (or use a .gguf file, which carries its own)")
-    config = _read_json(directory / "tokenizer_config.json")
-    names = _read_json(directory / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    config = read_json_if_any(directory / "tokenizer_config.json")
+    names = read_json_if_any(directory / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
     return Tokenizer(
         _parse(directory / "tokenizer.json"),
         bos_token=_token_string(names.get("bos_token")),
@@ -45,11 +45,6 @@ def _parse(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(f"{path.name} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file; empty if there is no such file."""
-    return read_json(path) if path.is_file() else {}
 
 
 def _token_string(value: Any) -> str | None:

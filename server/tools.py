@@ -110,8 +110,7 @@ def choose_format(name: str, template: ChatTemplate | None, tokenizer: Tokenizer
     for found in (HERMES, MISTRAL, LLAMA3_JSON):
         if found.opener in template.source:
             return found
-    known = (MISTRAL, LLAMA3_JSON)
-    return next((found for found in known if tokenizer.special_id(found.opener) is not None), HERMES)
+    return next((found for found in (MISTRAL, LLAMA3_JSON) if tokenizer.special_id(found.opener) is not None), HERMES)
 
 
 def describe(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:

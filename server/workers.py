@@ -49,8 +49,8 @@ class WorkerPool:
             self._waiting -= 1
 
     async def _ask(self, question: bytes, seconds: float) -> bytes:
-        alive = (worker for worker in iter(self._pop, None) if worker.alive)
-        worker = next(alive, None) or await Worker.start(self._command)
+        self.idle = [worker for worker in self.idle if worker.alive]
+        worker = self.idle.pop() if self.idle else await Worker.start(self._command)
         try:
             if not worker.ready:
                 await asyncio.wait_for(worker.ask(self._opening), START_SECONDS)
@@ -66,13 +66,10 @@ class WorkerPool:
             else:
                 await worker.end()
 
-    def _pop(self) -> "Worker | None":
-        return self.idle.pop() if self.idle else None
-
     async def close(self) -> None:
         """End the workers."""
-        while worker := self._pop():
-            await worker.end()
+        while self.idle:
+            await self.idle.pop().end()
 
 
 class Worker:

@@ -25,8 +25,7 @@ def directory_config(directory: Path) -> ModelConfig:
     file = directory / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{directory}: no config.json; MODEL is a Hugging Face directory or a .gguf file itself")
-    generation_file = directory / "generation_config.json"
-    config, generation = read_json(file), read_json(generation_file) if generation_file.is_file() else None
+    config, generation = read_json(file), read_json_if_any(directory / "generation_config.json")
     try:
         return ModelConfig.from_hugging_face(config, generation)
     except CheckpointError as error:
@@ -68,3 +67,8 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return value
+
+
+def read_json_if_any(path: Path) -> dict[str, object]:
+    """The same; empty if there is no such file."""
+    return read_json(path) if path.is_file() else {}

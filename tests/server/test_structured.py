@@ -80,7 +80,7 @@ def run(vocabulary: Vocabulary, work: Callable[[GrammarCompiler], Awaitable[None
         try:
             await work(compiler)
         finally:
-            await compiler.close()
+            await compiler.pool.close()
 
     asyncio.run(main())
 
@@ -157,7 +157,7 @@ def test_verdicts_are_kept_up_to_a_number_of_bytes(vocabulary: Vocabulary, monke
             assert compiler.cached_bytes <= 4096
         assert 2 <= len(compiler._cache) < 20
         compiler._command = ("/nonexistent",)
-        await compiler.close()
+        await compiler.pool.close()
         assert await compiler.compile(Constraint("regex", "a{50}", "the_field")), "it is known still"
         await refusal(compiler, "regex", "(49")
 
