@@ -199,7 +199,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="serve this model instead of an engine without one")
     parser.add_argument("--step-seconds", default="0.02", help="of the engine without a model")
-    parser.add_argument("--rounds", type=int, default=8, help="each of a saturated phase and an overloaded one")
+    parser.add_argument("--rounds", type=int, default=14, help="each of a saturated phase and an overloaded one")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each phase")
     return parser.parse_args()
 
