@@ -30,9 +30,9 @@ def main() -> None:
     print(
         f"{arguments.model}, kernels {kernels.name}, {arguments.threads} threads, ms: the best of {arguments.repeats}"
     )
-    for part, shapes, quantised in (
-        ("blocks", block_shapes(config), arguments.type),
-        ("LM head", [(config.vocabulary, config.width)], arguments.head_type),
+    for part, shapes, quantised, out_dtype in (
+        ("blocks", block_shapes(config), arguments.type, torch.bfloat16),
+        ("LM head", [(config.vocabulary, config.width)], arguments.head_type, torch.float32),
     ):
         wide = [filled(kernels, shape) for shape in shapes]
         packed = [filled(kernels, shape, quantised) for shape in shapes]
@@ -40,7 +40,8 @@ def main() -> None:
         print(f"{part}: bfloat16 {nbytes[0]:.0f} MB, {quantised} {nbytes[1]:.0f} MB")
         for rows in arguments.rows:
             clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-            one, other = measure([products(linears, rows) for linears in (wide, packed)], arguments.repeats, clock)
+            runs = [products(linears, rows, out_dtype) for linears in (wide, packed)]
+            one, other = measure(runs, arguments.repeats, clock)
             print(f"{rows:5d} rows: {1e3 * one:8.2f} {1e3 * other:8.2f} = {other / one:.2f} x", flush=True)
 
 
@@ -76,12 +77,12 @@ def filled(kernels: Kernels, shape: tuple[int, int], quantised: str = "") -> Lin
     return linear
 
 
-def products(linears: list[Linear], rows: int) -> Callable[[], None]:
+def products(linears: list[Linear], rows: int, out_dtype: torch.dtype) -> Callable[[], None]:
     """A function that multiplies with each once."""
     operands: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for linear in linears:
         shape = (linear.out_features, linear.in_features)
-        x, out = torch.ones(rows, shape[1], dtype=torch.bfloat16), torch.zeros(rows, shape[0], dtype=torch.bfloat16)
+        x, out = torch.ones(rows, shape[1], dtype=torch.bfloat16), torch.zeros(rows, shape[0], dtype=out_dtype)
         operands.setdefault(shape, (x, out))
 
     def run() -> None:

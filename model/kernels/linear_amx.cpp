@@ -61,20 +61,96 @@ struct TiledRows {
     }
 };
 
-// Where the tiles of W come from: at(index) has 32 k of the columns from `column` on, 4 bytes a column. A row of 16 or
-// 32 columns is followed by the same columns of the next pair of k after `stride` bytes, by other columns after `half`.
+// Where the tiles of W come from: at(index, column) has 32 k of the 32 columns from `column` on, 4 bytes a column; the same
+// columns of the next pair of k follow after `stride` bytes. fetch_next() brings as much of the next panel closer.
 struct Numbers {
-    const char* panel;
-    int64_t stride = panel_row_bytes, half = panel_row_bytes / 2;
+    const bf16* panel;
+    int64_t depth;
+    static constexpr int64_t stride = panel_row_bytes;
 
-    explicit Numbers(const bf16* whole) : panel(reinterpret_cast<const char*>(whole)) {}
-    // Two halves of a panel, one after the other: the tiles of a half of a whole panel share half of the sets of the L1
-    // cache, where these fit.
-    Numbers(const bf16* halves, int64_t depth)
-        : panel(reinterpret_cast<const char*>(halves)), stride(panel_row_bytes / 2), half(depth / 2 * stride) {}
+    explicit Numbers(const LinearCall<bf16>& call, int64_t index) : panel(call.panel(index)), depth(call.depth()) {}
 
     const char* at(int64_t index, int64_t column) const {
-        return panel + index * tile_rows * stride + column / half_width * half;
+        return reinterpret_cast<const char*>(panel + index * tile_depth * panel_width + column * 2);
+    }
+
+    static void prepare(int64_t, int64_t) {}
+
+    void fetch_next(int64_t index, int64_t column) const {
+        const char* next = at(index, column) + depth * panel_row_bytes / 2;
+        asm("" : "+r"(next));  // or GCC keeps 32 sums of offsets, in registers that it does not have
+#pragma GCC unroll 16
+        for (int64_t row = 0; row < tile_rows; row++) {
+            _mm_prefetch(next + row * stride, _MM_HINT_T1);
+            _mm_prefetch(next + row * stride + 64, _MM_HINT_T1);
+        }
+    }
+};
+
+// A quantised panel as numbers. Its halves lie one after the other: their tiles share half of the sets of the L1 cache,
+// where these fit, if every second half row belongs to the other.
+struct Halves {
+    const bf16* halves;
+    const char* next_packed;
+    int64_t depth, packed_bytes;  // of the columns and k of a tile's rows
+    static constexpr int64_t stride = half_width * 4;
+
+    Halves(const LinearCall<bf16>& call, int64_t panel)
+        : halves(call.expanded()),
+          next_packed(call.quantised_panel(panel + 1)),
+          depth(call.depth()),
+          packed_bytes((next_packed - call.quantised_panel(panel)) * tile_depth / (2 * depth)) {}
+
+    const char* at(int64_t index, int64_t column) const {
+        return reinterpret_cast<const char*>(halves + column * depth + index * tile_depth * half_width);
+    }
+
+    static void prepare(int64_t, int64_t) {}
+
+    void fetch_next(int64_t index, int64_t column) const {
+        const char* next = next_packed + (column / half_width * depth / tile_depth + index) * packed_bytes;
+        for (int64_t byte = 0; byte < packed_bytes; byte += 64) _mm_prefetch(next + byte, _MM_HINT_T1);
+    }
+};
+
+// The same while they are expanded, for the rows of x that come first.
+struct Expanding : Halves {
+    Kind kind;
+    const char* packed;
+
+    Expanding(const LinearCall<bf16>& call, int64_t panel)
+        : Halves(call, panel), kind(call.linear.kind), packed(call.quantised_panel(panel)) {}
+
+    const char* at(int64_t index, int64_t column) const {
+        const char* tile = Halves::at(index, column);
+        bf16* place = const_cast<bf16*>(reinterpret_cast<const bf16*>(tile)) - column * 2;
+        expand_block<half_width>(kind, packed, index, place, column, column + half_width);
+        return tile;
+    }
+};
+
+// The same for all rows, if they are few: the numbers never leave the L1 cache. prepare() expands 16 columns while tiles are
+// multiplied, to two places in turn.
+struct Passing {
+    Kind kind;
+    const char* packed;
+    int64_t tiles;
+    alignas(64) mutable bf16 places[2][panel_width * tile_depth];
+    static constexpr int64_t stride = half_width * 4;
+
+    Passing(const LinearCall<bf16>& call, int64_t panel)
+        : kind(call.linear.kind), packed(call.quantised_panel(panel)), tiles(call.depth() / tile_depth) {}
+
+    const char* at(int64_t index, int64_t column) const {
+        if (index == 0)
+            for (int64_t tile = 0; tile < half_width; tile += tile_rows) prepare(0, column + tile);
+        return reinterpret_cast<const char*>(places[index % 2] + column * tile_depth);
+    }
+
+    void prepare(int64_t index, int64_t column) const {
+        if (index == tiles) return;
+        bf16* place = places[index % 2] + column / half_width * half_width * (tile_depth - 2);
+        expand_block<half_width>(kind, packed, index, place, column, column + tile_rows);
     }
 };
 
@@ -112,25 +188,30 @@ struct Columns {
 };
 
 // sums [rows][64] for up to 16 rows: one tile of rows by four tiles of columns.
-void sum_low(const TiledRows& rows, const Numbers& weights, float* sums) {
+template <class Weights>
+void sum_low(const TiledRows& rows, const Weights& weights, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    auto add = [&](const bf16* x, int64_t stride, const char* w) {
+    auto add = [&](const bf16* x, int64_t stride, int64_t index) {
+        const char *left = weights.at(index, 0), *right = weights.at(index, half_width);
         _tile_loadd(4, x, stride * 2);
-        _tile_loadd(5, w, weights.stride);
+        _tile_loadd(5, left, weights.stride);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, w + 64, weights.stride);
+        weights.prepare(index + 1, 0);
+        _tile_loadd(6, left + 64, weights.stride);
         _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, w + weights.half, weights.stride);
+        weights.prepare(index + 1, tile_rows);
+        _tile_loadd(7, right, weights.stride);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, w + weights.half + 64, weights.stride);
+        weights.prepare(index + 1, half_width);
+        _tile_loadd(5, right + 64, weights.stride);
         _tile_dpbf16ps(3, 4, 5);
+        weights.prepare(index + 1, half_width + tile_rows);
     };
-    for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
-        add(rows.x + tile * tile_depth, rows.stride, weights.at(tile, 0));
-    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, weights.at(rows.whole_tiles, 0));
+    for (int64_t tile = 0; tile < rows.whole_tiles; tile++) add(rows.x + tile * tile_depth, rows.stride, tile);
+    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, rows.whole_tiles);
     _tile_stored(0, sums, panel_row_bytes);
     _tile_stored(1, sums + 16, panel_row_bytes);
     _tile_stored(2, sums + 32, panel_row_bytes);
@@ -138,25 +219,17 @@ void sum_low(const TiledRows& rows, const Numbers& weights, float* sums) {
 }
 
 // sums [rows][sums_width] of half a panel (32 columns) for 17 to 32 rows: two tiles of rows by two tiles of columns.
-// There are enough products here to fetch the same place of the next panel from memory meanwhile. With `stream`, x should
-// not drive the weights from the L1 cache.
-template <bool fetch, bool stream>
-void sum_high(const TiledRows& rows, const Numbers& weights, int64_t column, float* sums, int64_t sums_width) {
-    const int64_t panel_bytes = rows.tiles * tile_rows * panel_row_bytes;
+// There are enough products here to fetch the next panel from memory meanwhile. With `stream`, x should not drive the
+// weights from the L1 cache.
+template <bool fetch, bool stream, class Weights>
+void sum_high(const TiledRows& rows, const Weights& weights, int64_t column, float* sums, int64_t sums_width) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    auto add = [&](const bf16* x, int64_t stride, const char* w) {
-        if constexpr (fetch) {
-            const char* next = w + panel_bytes;
-            asm("" : "+r"(next));  // or GCC keeps 32 sums of offsets, in registers that it does not have
-#pragma GCC unroll 16
-            for (int64_t row = 0; row < tile_rows; row++) {
-                _mm_prefetch(next + row * panel_row_bytes, _MM_HINT_T1);
-                _mm_prefetch(next + row * panel_row_bytes + 64, _MM_HINT_T1);
-            }
-        }
+    auto add = [&](const bf16* x, int64_t stride, int64_t index) {
+        if constexpr (fetch) weights.fetch_next(index, column);
+        const char* w = weights.at(index, column);
         const bf16* x_below = x + tile_rows * stride;
         if constexpr (stream) {
             _tile_stream_loadd(4, x, stride * 2);
@@ -166,15 +239,16 @@ void sum_high(const TiledRows& rows, const Numbers& weights, int64_t column, flo
         }
         _tile_loadd(6, w, weights.stride);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 64, weights.stride);
-        _tile_dpbf16ps(1, 4, 7);
         if constexpr (!stream) _tile_loadd(5, x_below, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
+        weights.prepare(index + 1, column);
+        _tile_loadd(7, w + 64, weights.stride);
+        _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
+        weights.prepare(index + 1, column + tile_rows);
     };
-    for (int64_t tile = 0; tile < rows.whole_tiles; tile++)
-        add(rows.x + tile * tile_depth, rows.stride, weights.at(tile, column));
-    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, weights.at(rows.whole_tiles, column));
+    for (int64_t tile = 0; tile < rows.whole_tiles; tile++) add(rows.x + tile * tile_depth, rows.stride, tile);
+    if (rows.tiles > rows.whole_tiles) add(rows.last, tile_depth, rows.whole_tiles);
     const int64_t sums_stride = sums_width * 4;
     _tile_stored(0, sums, sums_stride);
     _tile_stored(1, sums + 16, sums_stride);
@@ -183,11 +257,11 @@ void sum_high(const TiledRows& rows, const Numbers& weights, int64_t column, flo
 }
 
 // sums [rows][64] for up to 32 rows.
-template <bool fetch>
-void sum_rows(const TiledRows& tiled, int64_t rows, const Numbers& numbers, float* sums) {
-    if (rows <= tile_rows) return sum_low(tiled, numbers, sums);
-    sum_high<fetch, false>(tiled, numbers, 0, sums, panel_width);
-    sum_high<fetch, false>(tiled, numbers, half_width, sums + half_width, panel_width);
+template <bool fetch, class Weights>
+void sum_rows(const TiledRows& tiled, int64_t rows, const Weights& weights, float* sums) {
+    if (rows <= tile_rows) return sum_low(tiled, weights, sums);
+    sum_high<fetch, false>(tiled, weights, 0, sums, panel_width);
+    sum_high<fetch, false>(tiled, weights, half_width, sums + half_width, panel_width);
 }
 
 // sums [rows][64] for up to 32 rows and a quantised panel, whose rows are tiles on the left: one tile of rows of x by four
@@ -241,14 +315,15 @@ void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* p
 }
 
 // One panel of the result for up to 32 rows.
-void compute_few(const LinearCall<bf16>& call, int64_t panel) {
+template <bool fetch, class Weights>
+void compute_few(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const Weights& weights) {
     alignas(64) float sums[2 * tile_rows * panel_width];
     {
-        const TiledRows tiled(call, 0, call.rows);
-        const TileConfiguration configuration(call.rows);
-        sum_rows<true>(tiled, call.rows, Numbers(call.panel(panel)), sums);
+        const TiledRows tiled(call, first_row, rows);
+        const TileConfiguration configuration(rows);
+        sum_rows<fetch>(tiled, rows, weights, sums);
     }
-    store(call, 0, call.rows, panel * panel_width, sums);
+    store(call, first_row, rows, panel * panel_width, sums);
 }
 
 // The same for a quantised one.
@@ -262,51 +337,51 @@ void compute_few(const LinearCall<bf16>& call, const Columns& x, int64_t panel) 
     store(call, 0, call.rows, panel * panel_width, sums);
 }
 
-// A quantised panel as numbers, half after half.
-Numbers expand_halves(const LinearCall<bf16>& call, int64_t panel) {
-    bf16* numbers = call.expanded();
-    const char* packed = call.quantised_panel(panel);
-    for (int64_t column = 0; column < panel_width; column += half_width) {
-        bf16* half = numbers + column * call.depth() - column * 2;
-        for (int64_t block = 0; block < call.depth() / block_depth; block++)
-            expand_block<half_width>(call.linear.kind, packed, block, half + block * block_depth * half_width, column,
-                                     column + half_width);
-    }
-    return {numbers, call.depth()};
-}
-
-// One panel of the result for many rows. Where half a panel that was just expanded fits the L1 cache, all rows pass by
-// one half and then by the other; else 32 rows after another pass by the whole.
+// One panel of the result for many rows. Where half a panel of quantised weights fits the L1 cache, all rows pass by one
+// half and then by the other; else 32 rows after another pass by the whole.
 void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel) {
-    alignas(64) float sums[2 * tile_rows * panel_width];
+    constexpr int64_t together = 2 * tile_rows;
+    alignas(64) float sums[together * panel_width];
+    const int64_t left = rows % together, second_row = first_row + together, end_row = first_row + rows - left;
     const bool quantised = call.linear.kind != Kind::numbers;
-    const bool by_halves = quantised && call.depth() * half_width * int64_t(sizeof(bf16)) <= l1_bytes;
-    const Numbers numbers =
-        by_halves ? expand_halves(call, panel) : Numbers(quantised ? call.expand(panel) : call.panel(panel));
-    const auto compute = [&](int64_t row, int64_t count) {
-        const TiledRows tiled(call, first_row + row, count);
-        if (row == 0 && !quantised)
-            sum_rows<true>(tiled, count, numbers, sums);
-        else
-            sum_rows<false>(tiled, count, numbers, sums);
-        store(call, first_row + row, count, panel * panel_width, sums);
+    const Numbers numbers(call, panel);
+    const Halves halves(call, panel);
+    const Expanding expanding(call, panel);
+    const auto compute = [&](auto fetch, int64_t row, const auto& weights) {
+        sum_rows<decltype(fetch)::number>(TiledRows(call, row, together), together, weights, sums);
+        store(call, row, together, panel * panel_width, sums);
     };
+    const auto compute_half = [&](auto fetch, int64_t row, const auto& weights, int64_t column) {
+        const TiledRows tiled(call, row, together);
+        sum_high<decltype(fetch)::number, true>(tiled, weights, column, sums, half_width);
+        store<half_width>(call, row, together, panel * panel_width + column, sums);
+    };
+    const Constant<true> fetch;
+    const Constant<false> stay;
     // To configure the tiles takes as long as some dozen products, so that is done once for all groups of 32 rows.
-    const int64_t left = rows % (2 * tile_rows), whole = rows - left;
-    if (whole > 0) {
-        const TileConfiguration configuration(2 * tile_rows);
-        for (int64_t column = 0; column < panel_width && by_halves; column += half_width) {
-            for (int64_t row = first_row; row < first_row + whole; row += 2 * tile_rows) {
-                sum_high<false, true>(TiledRows(call, row, 2 * tile_rows), numbers, column, sums, half_width);
-                store<half_width>(call, row, 2 * tile_rows, panel * panel_width + column, sums);
+    {
+        const TileConfiguration configuration(together);
+        if (!quantised) {
+            compute(fetch, first_row, numbers);
+            for (int64_t row = second_row; row < end_row; row += together) compute(stay, row, numbers);
+        } else if (call.depth() * Halves::stride / 2 > l1_bytes) {
+            compute(stay, first_row, expanding);
+            if (second_row < end_row) compute(fetch, second_row, halves);
+            for (int64_t row = second_row + together; row < end_row; row += together) compute(stay, row, halves);
+        } else {
+            for (int64_t column = 0; column < panel_width; column += half_width) {
+                compute_half(stay, first_row, expanding, column);
+                if (second_row < end_row) compute_half(fetch, second_row, halves, column);
+                for (int64_t row = second_row + together; row < end_row; row += together)
+                    compute_half(stay, row, halves, column);
             }
         }
-        for (int64_t row = 0; row < whole && !by_halves; row += 2 * tile_rows) compute(row, 2 * tile_rows);
     }
-    if (left > 0) {
-        const TileConfiguration configuration(left);
-        compute(whole, left);
-    }
+    if (left == 0) return;
+    if (quantised)
+        compute_few<false>(call, end_row, left, panel, halves);
+    else
+        compute_few<false>(call, end_row, left, panel, numbers);
 }
 
 }  // namespace
@@ -314,17 +389,18 @@ void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows,
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
-    const bool few = rows <= 2 * tile_rows;
-    if (few && linear->kind != Kind::numbers) {
+    if (rows <= 2 * tile_rows && linear->kind != Kind::numbers && linear->kind != Kind::q8_0) {
         static int64_t calls = 0;
         const int64_t number = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
         for_each_part(call, true, [&](int64_t, int64_t, int64_t panel) { compute_few(call, Columns(call, number), panel); });
         return;
     }
     for_each_part(call, true, [&](int64_t first_row, int64_t count, int64_t panel) {
-        if (few)
-            compute_few(call, panel);
-        else
+        if (count > 2 * tile_rows)
             compute_many(call, first_row, count, panel);
+        else if (linear->kind == Kind::numbers)
+            compute_few<true>(call, first_row, count, panel, Numbers(call, panel));
+        else
+            compute_few<false>(call, first_row, count, panel, Passing(call, panel));
     });
 }

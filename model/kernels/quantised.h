@@ -110,6 +110,7 @@ constexpr int64_t nibble_place(int64_t n, int64_t k) {
     return word * 8 + k / 2 % 8;
 }
 constexpr int64_t byte_place(int64_t n, int64_t k) { return (k / 2 * panel_width + n) * 2 + k % 2; }
+constexpr int byte_bias = 0;  // what is added to q
 
 // Numbers are expanded in vectors whose lanes are an even and an odd k, in turn, of some rows of W.
 #if defined(__AVX512F__)

@@ -39,7 +39,7 @@ void pack_unit(Kind kind, const uint8_t* source, uint8_t* unit, int64_t n) {
     const uint8_t* integers = source + 2 * scales;
     uint8_t* target = unit + 2 * scales * panel_width;
     if (kind != Kind::q8_0) return put_nibbles(integers, 0, integers, 4, target, n);
-    for (int64_t k = 0; k < block_depth; k++) target[byte_place(n, k)] = integers[k];
+    for (int64_t k = 0; k < block_depth; k++) target[byte_place(n, k)] = static_cast<uint8_t>(integers[k] + byte_bias);
 }
 
 struct Packed {
@@ -54,7 +54,7 @@ struct Packed {
 };
 
 int integer(Kind kind, const Block& block, int64_t n, int64_t k) {
-    if (kind == Kind::q8_0) return static_cast<int8_t>(block.integers[byte_place(n, k)]);
+    if (kind == Kind::q8_0) return static_cast<int8_t>(block.integers[byte_place(n, k)] - byte_bias);
     const int64_t place = nibble_place(n, k);
     return (static_cast<uint8_t>(block.integers[place / 2]) >> place % 2 * 4 & 15) - block.zero;
 }
