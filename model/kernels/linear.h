@@ -12,7 +12,7 @@
 #pragma once
 #include "numbers.h"
 #include "parallel.h"
-#include "quantised.h"
+#include "quantised_expand.h"
 
 constexpr int64_t tile_depth = 32;  // bfloat16 values in a row of an AMX tile
 
@@ -136,6 +136,18 @@ static void for_each_piece(const LinearCall<T>& call, const Body& body) {
         for (int64_t row = 0; row < rows; row += piece_rows)
             w = body(first_row + row, rows - row < piece_rows ? rows - row : piece_rows, panel, w);
     });
+}
+
+// Call body(k, depth, numbers) for stretches of k that cover a panel, of which w are the numbers. Where w is null, it is
+// quantised and needed once: each block is expanded just before its use, to the same place, which stays in the L1 cache.
+template <class T, class Body>
+static inline void for_each_stretch(const LinearCall<T>& call, int64_t panel, const T* w, const Body& body) {
+    if (w != nullptr) return body(0, call.linear.in_features, w);
+    alignas(64) T numbers[block_depth * panel_width];
+    for (int64_t k = 0; k < call.linear.in_features; k += block_depth) {
+        expand_block(call.linear.kind, call.quantised_panel(panel), k / block_depth, numbers);
+        body(k, block_depth, numbers);
+    }
 }
 
 template <int value>

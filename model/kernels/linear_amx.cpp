@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int tile_rows = 16, tile_bytes = 64;
+constexpr int tile_rows = 16, tile_bytes = 64, most_rows = 32;  // that are multiplied at once
 constexpr int64_t panel_row_bytes = panel_width * 4;  // one k-pair of all columns
 constexpr int64_t half_width = panel_width / 2;
 constexpr int64_t l1_bytes = 40 * 1024;  // of the 48 KB of a CPU with AMX
@@ -46,7 +46,7 @@ struct alignas(64) TileConfiguration {
 struct TiledRows {
     const bf16* x;
     int64_t stride, whole_tiles, tiles;
-    alignas(64) bf16 last[2 * tile_rows * tile_depth];
+    alignas(64) bf16 last[most_rows * tile_depth];
 
     TiledRows(const LinearCall<bf16>& call, int64_t first_row, int64_t rows)
         : x(call.row(first_row)), stride(call.x_stride) {
@@ -87,45 +87,41 @@ struct Numbers {
     }
 };
 
-// A quantised panel as numbers. Its halves lie one after the other: their tiles share half of the sets of the L1 cache,
-// where these fit, if every second half row belongs to the other.
+// A quantised panel as numbers. Its halves lie one after the other, so that all sets of the L1 cache share in one of them.
 struct Halves {
-    const bf16* halves;
-    const char* next_packed;
-    int64_t depth, packed_bytes;  // of the columns and k of a tile's rows
+    bf16* halves;
+    int64_t depth;
     static constexpr int64_t stride = half_width * 4;
 
-    Halves(const LinearCall<bf16>& call, int64_t panel)
-        : halves(call.expanded()),
-          next_packed(call.quantised_panel(panel + 1)),
-          depth(call.depth()),
-          packed_bytes((next_packed - call.quantised_panel(panel)) * tile_depth / (2 * depth)) {}
+    explicit Halves(const LinearCall<bf16>& call) : halves(call.expanded()), depth(call.depth()) {}
 
-    const char* at(int64_t index, int64_t column) const {
-        return reinterpret_cast<const char*>(halves + column * depth + index * tile_depth * half_width);
-    }
+    bf16* place(int64_t index, int64_t column) const { return halves + column * depth + index * tile_depth * half_width; }
+
+    const char* at(int64_t index, int64_t column) const { return reinterpret_cast<const char*>(place(index, column)); }
 
     static void prepare(int64_t, int64_t) {}
-
-    void fetch_next(int64_t index, int64_t column) const {
-        const char* next = next_packed + (column / half_width * depth / tile_depth + index) * packed_bytes;
-        for (int64_t byte = 0; byte < packed_bytes; byte += 64) _mm_prefetch(next + byte, _MM_HINT_T1);
-    }
 };
 
 // The same while they are expanded, for the rows of x that come first.
 struct Expanding : Halves {
     Kind kind;
-    const char* packed;
+    const char *packed, *next_packed;
 
     Expanding(const LinearCall<bf16>& call, int64_t panel)
-        : Halves(call, panel), kind(call.linear.kind), packed(call.quantised_panel(panel)) {}
+        : Halves(call),
+          kind(call.linear.kind),
+          packed(call.quantised_panel(panel)),
+          next_packed(call.quantised_panel(panel + 1)) {}
 
     const char* at(int64_t index, int64_t column) const {
-        const char* tile = Halves::at(index, column);
-        bf16* place = const_cast<bf16*>(reinterpret_cast<const bf16*>(tile)) - column * 2;
-        expand_block<half_width>(kind, packed, index, place, column, column + half_width);
-        return tile;
+        expand_block<half_width>(kind, packed, index, place(index, column) - column * 2, column, column + half_width);
+        return Halves::at(index, column);
+    }
+
+    void fetch_next(int64_t index, int64_t column) const {
+        const int64_t tiles = depth / tile_depth, bytes = (next_packed - packed) / (2 * tiles);
+        const char* next = next_packed + (column / half_width * tiles + index) * bytes;
+        for (int64_t byte = 0; byte < bytes; byte += 64) _mm_prefetch(next + byte, _MM_HINT_T1);
     }
 };
 
@@ -152,6 +148,8 @@ struct Passing {
         bf16* place = places[index % 2] + column / half_width * half_width * (tile_depth - 2);
         expand_block<half_width>(kind, packed, index, place, column, column + tile_rows);
     }
+
+    static void fetch_next(int64_t, int64_t) {}  // the next tiles are fetched as these are expanded
 };
 
 // Few rows of x as columns of tiles, for products with W on the left: for each 32 k one tile of up to 16 rows or two,
@@ -278,7 +276,13 @@ void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* p
         _tile_zero(3);
         for (int64_t index = 0; index < call.depth() / tile_depth; index++) {
             bf16* w = places[index % 2];
-            expand_rows(call.linear.kind, packed, index, w, column, together);
+            Block block;
+            read_block(call.linear.kind, packed, index, block, column, column + together);
+            BitLanes rows[1][16];
+            for (int64_t n = 0; n < together; n += 16) {
+                for (int64_t i = 0; i < 16; i += 4) look_up(block, column + n + i, rows, i);
+                std::memcpy(w + n * tile_depth, rows, sizeof rows);
+            }
             _tile_loadd(4, x.at(index, 0), x.stride);
             if constexpr (x_tiles == 1) {
                 _tile_loadd(5, w, tile_bytes);
@@ -317,7 +321,7 @@ void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* p
 // One panel of the result for up to 32 rows.
 template <bool fetch, class Weights>
 void compute_few(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, const Weights& weights) {
-    alignas(64) float sums[2 * tile_rows * panel_width];
+    alignas(64) float sums[most_rows * panel_width];
     {
         const TiledRows tiled(call, first_row, rows);
         const TileConfiguration configuration(rows);
@@ -328,7 +332,7 @@ void compute_few(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, 
 
 // The same for a quantised one.
 void compute_few(const LinearCall<bf16>& call, const Columns& x, int64_t panel) {
-    alignas(64) float sums[2 * tile_rows * panel_width];
+    alignas(64) float sums[most_rows * panel_width];
     {
         const TileConfiguration configuration(call.rows, true);
         const auto sum = call.rows <= tile_rows ? sum_quantised<1> : sum_quantised<2>;
@@ -337,51 +341,37 @@ void compute_few(const LinearCall<bf16>& call, const Columns& x, int64_t panel) 
     store(call, 0, call.rows, panel * panel_width, sums);
 }
 
-// One panel of the result for many rows. Where half a panel of quantised weights fits the L1 cache, all rows pass by one
-// half and then by the other; else 32 rows after another pass by the whole.
-void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel) {
-    constexpr int64_t together = 2 * tile_rows;
-    alignas(64) float sums[together * panel_width];
-    const int64_t left = rows % together, second_row = first_row + together, end_row = first_row + rows - left;
-    const bool quantised = call.linear.kind != Kind::numbers;
-    const Numbers numbers(call, panel);
-    const Halves halves(call, panel);
-    const Expanding expanding(call, panel);
-    const auto compute = [&](auto fetch, int64_t row, const auto& weights) {
-        sum_rows<decltype(fetch)::number>(TiledRows(call, row, together), together, weights, sums);
-        store(call, row, together, panel * panel_width, sums);
+// One panel of the result for many rows, for the first 32 of which its weights are `first`, and `rest` for the others.
+// Either 32 rows after another pass by the whole, or all rows by one half and then by the other.
+template <class First, class Rest>
+void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, int64_t panel, bool by_halves,
+                  const First& first, const Rest& rest) {
+    alignas(64) float sums[most_rows * panel_width];
+    const int64_t left = rows % most_rows, end_row = first_row + rows - left;
+    const auto compute = [&](int64_t row, const auto& weights, auto fetch) {
+        sum_rows<decltype(fetch)::number>(TiledRows(call, row, most_rows), most_rows, weights, sums);
+        store(call, row, most_rows, panel * panel_width, sums);
     };
-    const auto compute_half = [&](auto fetch, int64_t row, const auto& weights, int64_t column) {
-        const TiledRows tiled(call, row, together);
+    const auto compute_half = [&](int64_t row, int64_t column, const auto& weights, auto fetch) {
+        const TiledRows tiled(call, row, most_rows);
         sum_high<decltype(fetch)::number, true>(tiled, weights, column, sums, half_width);
-        store<half_width>(call, row, together, panel * panel_width + column, sums);
+        store<half_width>(call, row, most_rows, panel * panel_width + column, sums);
     };
-    const Constant<true> fetch;
-    const Constant<false> stay;
     // To configure the tiles takes as long as some dozen products, so that is done once for all groups of 32 rows.
     {
-        const TileConfiguration configuration(together);
-        if (!quantised) {
-            compute(fetch, first_row, numbers);
-            for (int64_t row = second_row; row < end_row; row += together) compute(stay, row, numbers);
-        } else if (call.depth() * Halves::stride / 2 > l1_bytes) {
-            compute(stay, first_row, expanding);
-            if (second_row < end_row) compute(fetch, second_row, halves);
-            for (int64_t row = second_row + together; row < end_row; row += together) compute(stay, row, halves);
-        } else {
-            for (int64_t column = 0; column < panel_width; column += half_width) {
-                compute_half(stay, first_row, expanding, column);
-                if (second_row < end_row) compute_half(fetch, second_row, halves, column);
-                for (int64_t row = second_row + together; row < end_row; row += together)
-                    compute_half(stay, row, halves, column);
-            }
+        const TileConfiguration configuration(most_rows);
+        for (int64_t column = 0; column < panel_width && by_halves; column += half_width) {
+            compute_half(first_row, column, first, Constant<true>());
+            for (int64_t row = first_row + most_rows; row < end_row; row += most_rows)
+                compute_half(row, column, rest, Constant<false>());
+        }
+        if (!by_halves) {
+            compute(first_row, first, Constant<true>());
+            for (int64_t row = first_row + most_rows; row < end_row; row += most_rows)
+                compute(row, rest, Constant<false>());
         }
     }
-    if (left == 0) return;
-    if (quantised)
-        compute_few<false>(call, end_row, left, panel, halves);
-    else
-        compute_few<false>(call, end_row, left, panel, numbers);
+    if (left > 0) compute_few<false>(call, end_row, left, panel, rest);
 }
 
 }  // namespace
@@ -389,18 +379,26 @@ void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows,
 OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
-    if (rows <= 2 * tile_rows && linear->kind != Kind::numbers && linear->kind != Kind::q8_0) {
+    const bool quantised = linear->kind != Kind::numbers;
+    if (rows <= most_rows && quantised && linear->kind != Kind::q8_0) {
         static int64_t calls = 0;
         const int64_t number = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
         for_each_part(call, true, [&](int64_t, int64_t, int64_t panel) { compute_few(call, Columns(call, number), panel); });
         return;
     }
+    // Half a panel that was just expanded should stay in the L1 cache while all rows pass by, if it can.
+    const bool by_halves = call.depth() * Halves::stride / 2 <= l1_bytes;
     for_each_part(call, true, [&](int64_t first_row, int64_t count, int64_t panel) {
-        if (count > 2 * tile_rows)
-            compute_many(call, first_row, count, panel);
-        else if (linear->kind == Kind::numbers)
-            compute_few<true>(call, first_row, count, panel, Numbers(call, panel));
-        else
+        if (count <= most_rows && quantised) {
             compute_few<false>(call, first_row, count, panel, Passing(call, panel));
+        } else if (quantised) {
+            compute_many(call, first_row, count, panel, by_halves, Expanding(call, panel), Halves(call));
+        } else {
+            const Numbers numbers(call, panel);
+            if (count <= most_rows)
+                compute_few<true>(call, first_row, count, panel, numbers);
+            else
+                compute_many(call, first_row, count, panel, false, numbers, numbers);
+        }
     });
 }

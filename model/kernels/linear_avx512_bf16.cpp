@@ -12,35 +12,28 @@ constexpr int64_t prefetch_bytes = 4096;
 
 template <int rows>
 void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel, const bf16* w) {
-    const bf16* x = call.row(first_row);
     __m512 sums[rows][vectors];
     for (auto& row : sums)
         for (auto& sum : row) sum = _mm512_setzero_ps();
 
-    auto add_pair = [&](const uint32_t (&pairs)[rows]) __attribute__((always_inline)) {
-        __m512bh columns[vectors];
-        for (int v = 0; v < vectors; v++) {
-            if (rows <= 2) _mm_prefetch(reinterpret_cast<const char*>(w + 32 * v) + prefetch_bytes, _MM_HINT_T0);
-            columns[v] = (__m512bh)_mm512_loadu_si512(w + 32 * v);
-        }
+    const auto add = [&](int64_t first_k, int64_t depth, const bf16* columns) __attribute__((always_inline)) {
+        const bf16* x = call.row(first_row) + first_k;
+        for (int64_t k = 0; k < depth; k += 2, columns += 2 * panel_width) {
+            __m512bh w_pairs[vectors];
+            for (int v = 0; v < vectors; v++) {
+                if (rows <= 2) _mm_prefetch(reinterpret_cast<const char*>(columns + 32 * v) + prefetch_bytes, _MM_HINT_T0);
+                w_pairs[v] = (__m512bh)_mm512_loadu_si512(columns + 32 * v);
+            }
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[r]));
-            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], columns[v], both);
+            for (int r = 0; r < rows; r++) {
+                uint32_t pair = x[r * call.x_stride + k];  // the other half is zero where there is no other k
+                if (k + 1 < depth) std::memcpy(&pair, x + r * call.x_stride + k, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
+                for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], w_pairs[v], both);
+            }
         }
-        w += 2 * panel_width;
     };
-
-    uint32_t pairs[rows];
-    int64_t k = 0;
-    for (; k + 2 <= call.linear.in_features; k += 2) {
-        for (int r = 0; r < rows; r++) std::memcpy(&pairs[r], x + r * call.x_stride + k, sizeof pairs[r]);
-        add_pair(pairs);
-    }
-    if (k < call.linear.in_features) {
-        for (int r = 0; r < rows; r++) pairs[r] = x[r * call.x_stride + k];  // the other half of the pair is zero
-        add_pair(pairs);
-    }
+    for_each_stretch(call, panel, w, add);
 
     alignas(64) float result[rows * panel_width];
     for (int r = 0; r < rows; r++)
@@ -54,7 +47,7 @@ OCTAVO_KERNEL(linear_bf16)
 (const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
     const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
     for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
-        if (w == nullptr) w = call.expand(panel);
+        if (w == nullptr && call.rows > most_rows) w = call.expand(panel);
         for_each_group<most_rows>(rows, [&](int64_t first, auto count) {
             compute<decltype(count)::number>(call, first_row + first, panel, w);
         });

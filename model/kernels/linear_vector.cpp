@@ -75,19 +75,22 @@ template <int rows, class T>
 void compute(const LinearCall<T>& call, int64_t first_row, int64_t panel, const T* w) {
     constexpr int vectors = vectors_for(rows);
     constexpr int pair = 4 / sizeof(T);  // elements of one column that lie together
-    alignas(64) float result[rows * panel_width];
-    for (int column = 0; column < panel_width; column += vectors * lanes) {
-        Vector sums[rows][vectors] = {};
-        multiply(sums, call.row(first_row), call.x_stride, call.linear.in_features, w + column * pair);
-        for (int r = 0; r < rows; r++) std::memcpy(result + r * panel_width + column, sums[r], sizeof sums[r]);
-    }
+    alignas(64) float result[rows * panel_width] = {};
+    for_each_stretch(call, panel, w, [&](int64_t k, int64_t depth, const T* numbers) __attribute__((always_inline)) {
+        for (int column = 0; column < panel_width; column += vectors * lanes) {
+            Vector sums[rows][vectors];
+            for (int r = 0; r < rows; r++) std::memcpy(sums[r], result + r * panel_width + column, sizeof sums[r]);
+            multiply(sums, call.row(first_row) + k, call.x_stride, depth, numbers + column * pair);
+            for (int r = 0; r < rows; r++) std::memcpy(result + r * panel_width + column, sums[r], sizeof sums[r]);
+        }
+    });
     store(call, first_row, rows, panel * panel_width, result);
 }
 
 template <class T>
 void run(const LinearCall<T>& call) {
     for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const T* w) {
-        if (w == nullptr) w = call.expand(panel);
+        if (w == nullptr && call.rows > most_rows) w = call.expand(panel);
         for_each_group<most_rows>(rows, [&](int64_t first, auto count) {
             compute<decltype(count)::number>(call, first_row + first, panel, w);
         });

@@ -22,7 +22,7 @@ CPU_FLAGS = {
     "amx_bf16": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512": _AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
     "plain": frozenset[str](),
 }
 """The code paths, best first, and what each needs, as Linux spells it."""

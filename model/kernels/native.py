@@ -68,11 +68,10 @@ class PackedLinear:
         self._address = ctypes.addressof(self._weights)
         pointers = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
         self._run = library.function(f"linear_{SUFFIXES[dtype]}_{variant}", *pointers)
-        order = "amx_bf16" if variant == "amx_bf16" else "plain"  # of the nibbles in a block
-        form, suffix = ("quantised", f"_{order}") if kind else ("linear", "")
-        self._pack = library.function(f"{form}_pack{suffix}", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
+        form = "quantised" if kind else "linear"
+        self._pack = library.function(f"{form}_pack", c_void_p, *(c_int64,) * 4, c_void_p, c_int64)
         gather = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        self._gather = library.function(f"{form}_gather{suffix}", *gather, result=c_int)
+        self._gather = library.function(f"{form}_gather", *gather, result=c_int)
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,4 @@
 // Packing the blocks of a GGUF file into panels, and reading rows of W back as numbers. See quantised.h for the order.
-// variants: plain amx_bf16
 #include "linear.h"
 
 namespace {
@@ -54,9 +53,10 @@ struct Packed {
 };
 
 int integer(Kind kind, const Block& block, int64_t n, int64_t k) {
-    if (kind == Kind::q8_0) return static_cast<int8_t>(block.integers[byte_place(n, k)] - byte_bias);
+    const uint8_t* stored = reinterpret_cast<const uint8_t*>(block.integers);
+    if (kind == Kind::q8_0) return stored[byte_place(n, k)] - block.zero;
     const int64_t place = nibble_place(n, k);
-    return (static_cast<uint8_t>(block.integers[place / 2]) >> place % 2 * 4 & 15) - block.zero;
+    return (stored[place / 2] >> place % 2 * 4 & 15) - block.zero;
 }
 
 template <class T>
@@ -65,7 +65,7 @@ void read_row(const Packed& packed, int64_t row, T* out) {
     const int64_t n = row % panel_width, blocks = packed.units * unit_depth(packed.kind) / block_depth;
     for (int64_t index = 0; index < blocks; index++, out += block_depth) {
         Block block;
-        read_block(packed.kind, panel, index, block);
+        read_block(packed.kind, panel, index, block, n / 16 * 16, n / 16 * 16 + 16);
         for (int64_t k = 0; k < block_depth; k++) {
             out[k] = from_float<T>(static_cast<float>(integer(packed.kind, block, n, k)) * block.scale[n] + block.offset[n]);
         }
@@ -75,8 +75,7 @@ void read_row(const Packed& packed, int64_t row, T* out) {
 }  // namespace
 
 // Store source [rows, bytes of a row], whose rows are `stride` bytes apart, at rows first_row .. of W.
-OCTAVO_KERNEL(quantised_pack)
-(void* weight, int64_t in_features, Kind kind, int64_t first_row, int64_t rows,
+OCTAVO_API void quantised_pack(void* weight, int64_t in_features, Kind kind, int64_t first_row, int64_t rows,
                                const uint8_t* source, int64_t stride) {
     const Packed packed(weight, in_features, kind);
     const int64_t source_bytes = unit_bytes(kind) / panel_width, end_row = first_row + rows;
@@ -95,7 +94,7 @@ OCTAVO_KERNEL(quantised_pack)
 
 // Write rows ids[0 .. count-1] of W to out, whose rows are `stride` bytes apart, as float32 (element_bytes 4) or
 // bfloat16 (2). Returns 0; or 1, and nothing is written, if an id is no row of W.
-OCTAVO_API int OCTAVO_NAME(quantised_gather)(const Linear* linear, int64_t element_bytes, const int32_t* ids, int64_t count, char* out,
+OCTAVO_API int quantised_gather(const Linear* linear, int64_t element_bytes, const int32_t* ids, int64_t count, char* out,
                                 int64_t stride) {
     const Packed packed(const_cast<void*>(linear->weight), linear->in_features, linear->kind);
     for (int64_t i = 0; i < count; i++)

@@ -134,6 +134,19 @@ def test_a_bias_is_added_as_to_widened_weights(path: str, dtype: torch.dtype) ->
 
 
 @every_path
+@every_kind
+def test_every_product_with_a_unit_vector_is_a_weight_rounded_once(path: str, dtype: torch.dtype, kind: str) -> None:
+    """Each row of W has scales of its own, so each integer meets thousands of them, next to ties too."""
+    shape = (1024, QUANTISED[kind][0])
+    numbers = blocks_and_numbers(shape, kind)[1].to(dtype)
+    rows = torch.eye(shape[1], dtype=dtype)
+    linear = quantised(path, dtype, shape, kind)
+    few = torch.cat([product(linear, rows[row : row + 1]) for row in range(32)])
+    assert torch.equal(few, numbers[:, :32].T.float())
+    assert torch.equal(product(linear, rows.repeat(2, 1))[: shape[1]], numbers.T.float())
+
+
+@every_path
 def test_extreme_scales_survive(path: str, dtype: torch.dtype) -> None:
     halves = np.array([6e-8, -6e-8, 6.1e-5, 0.0, -0.0, 65504.0, -65504.0, 1.0], np.float16)
     data = random_blocks(8, 32, "Q4_0", seed=1)
