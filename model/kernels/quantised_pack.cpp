@@ -11,12 +11,16 @@ void spread(const uint8_t* source, int64_t count, int64_t size, uint8_t* target,
 // Put 32 nibbles of row n into their places. The first 16 are at `lower_shift` in the bytes at `lower`, the others at
 // `upper_shift` in those at `upper`.
 void put_nibbles(const uint8_t* lower, int lower_shift, const uint8_t* upper, int upper_shift, uint8_t* target, int64_t n) {
-    for (int64_t k = 0; k < block_depth; k++) {
-        const int nibble = (k < 16 ? lower[k] >> lower_shift : upper[k - 16] >> upper_shift) & 15;
-        const int64_t place = nibble_place(n, k);
-        const int shift = place % 2 * 4;
-        target[place / 2] = static_cast<uint8_t>((target[place / 2] & ~(15 << shift)) | nibble << shift);
-    }
+    uint8_t* place = target + nibble_place(n - n % 4, 0) / 2;
+    const int shift = n % 4 * 4;
+    uint16_t words[block_depth];
+    std::memcpy(words, place, sizeof words);
+    const auto put = [&](uint16_t& word, int nibble) {
+        word = static_cast<uint16_t>((word & ~(15 << shift)) | (nibble & 15) << shift);
+    };
+    for (int64_t k = 0; k < 16; k++) put(words[k], lower[k] >> lower_shift);
+    for (int64_t k = 0; k < 16; k++) put(words[16 + k], upper[k] >> upper_shift);
+    std::memcpy(place, words, sizeof words);
 }
 
 void pack_superblock(const uint8_t* source, uint8_t* unit, int64_t n) {
