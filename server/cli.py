@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from octavo.scheduler.launch import find_launch
 from octavo.server import __version__, checking
 from octavo.server import commands as answering
-from octavo.server.bench import command as measuring
+from octavo.server.bench import options as measuring
 from octavo.server.flags import add_arguments, resolve
 from octavo.server.spawning import ENGINE_COMMAND, INTERNAL_ERROR, spawn
 
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "bench",
-        measuring.bench,
+        _bench,
         "send load to a server and report throughput and latencies",
         measuring.add_arguments,
         description=measuring.HELP,
@@ -145,6 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERNAL_ERROR
         print(f"octavo: error: {error}", file=sys.stderr)
         return int(code)
+
+
+def _bench(parsed: argparse.Namespace) -> tuple[int, Iterable[str]]:
+    # Imported late: nothing else needs to wait for it.
+    from octavo.server.bench import command  # noqa: PLC0415
+
+    return command.bench(parsed)
 
 
 def _check(parsed: argparse.Namespace) -> tuple[int, Iterable[str]]:

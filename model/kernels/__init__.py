@@ -101,10 +101,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def add(self, x: Tensor, branch: Tensor) -> None:
-        """x += branch, both [tokens, width]."""
-        ...
-
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Apply RoPE in place (Su et al., 2021), in the half-split form of Hugging Face checkpoints.
 

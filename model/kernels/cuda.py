@@ -78,10 +78,6 @@ class CudaKernels:
             out.copy_(branch)
         self._library.fused_add_rmsnorm(input=out, residual=x, weight=weight, eps=epsilon)
 
-    def add(self, x: Tensor, branch: Tensor) -> None:
-        """x += branch, both [tokens, width]."""
-        x.add_(branch)
-
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Apply RoPE in place, from the float32 table: FlashInfer's own sines lose accuracy at large positions."""
         self._library.apply_rope_with_cos_sin_cache_inplace(

@@ -93,11 +93,6 @@ void add_rms_norm(View x, View branch, View out, const T* weight, float epsilon,
 }
 
 template <class T>
-void add(View x, View branch, int64_t tokens, int64_t width) {
-    for_each_token(tokens, width, [&](int64_t token) { add_row(row<T>(x, token, 0), row<T>(branch, token, 0), width); });
-}
-
-template <class T>
 void rotate_heads(View x, int64_t token, const float* cosines, int64_t half) {
     const float* sines = cosines + half;
     for (int64_t head = 0; head < x.heads; head++) {
@@ -213,10 +208,6 @@ inline int32_t largest(const float* x, int64_t width, bool& failed) {
     OCTAVO_KERNEL(add_rms_norm_##suffix)                                                                              \
     (const View* views, const type* weight, float epsilon, int64_t tokens, int64_t width) {                           \
         add_rms_norm<type>(views[0], views[1], views[2], weight, epsilon, tokens, width);                             \
-    }                                                                                                                 \
-    /* views: x, branch */                                                                                            \
-    OCTAVO_KERNEL(add_##suffix)(const View* views, int64_t tokens, int64_t width) {                                   \
-        add<type>(views[0], views[1], tokens, width);                                                                 \
     }                                                                                                                 \
     /* views: q, k */                                                                                                 \
     OCTAVO_API int OCTAVO_NAME(rotate_##suffix)(const View* views, const int32_t* positions, int64_t tokens,          \

@@ -77,14 +77,10 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, out: Tensor, branch: Tensor | None = None) -> None:
         """Add branch to x if it is given, then write x / sqrt(mean(x^2) + epsilon) * weight to out; see Kernels."""
         if branch is not None:
-            self.add(x, branch)
+            x.add_(branch)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         torch.mul((wide * scale).to(x.dtype), weight, out=out)
-
-    def add(self, x: Tensor, branch: Tensor) -> None:
-        """x += branch, both [tokens, width]."""
-        x.add_(branch)
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Apply RoPE in place to q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]."""

@@ -189,7 +189,6 @@ class NativeKernels:
         suffix = f"{SUFFIXES[dtype]}_{'avx512_bf16' if rounds else self.vector_variant}"
         counts = (c_int64, c_int64)
         self._norm = library.function(f"add_rms_norm_{suffix}", c_char_p, c_void_p, c_float, *counts)
-        self._add = library.function(f"add_{suffix}", c_char_p, *counts)
         self._rotate = library.function(
             f"rotate_{suffix}", c_char_p, c_void_p, c_int64, c_void_p, *counts, result=c_int
         )
@@ -221,14 +220,6 @@ class NativeKernels:
             *_view("out", out, self.dtype, shape),
         )
         self._norm(views, weight.data_ptr(), epsilon, tokens, width)
-
-    def add(self, x: Tensor, branch: Tensor) -> None:
-        """x += branch, both [tokens, width]."""
-        shape = x.shape
-        if len(shape) != 2:
-            raise ValueError(f"x: expected [tokens, width], got {list(shape)}")
-        views = _two_views.pack(*_view("x", x, self.dtype, shape), *_view("branch", branch, self.dtype, shape))
-        self._add(views, shape[0], shape[1])
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Apply RoPE in place to q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]."""

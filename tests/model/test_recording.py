@@ -6,6 +6,7 @@ import torch
 from support.checkpoints import tiny_model
 from support.driving import Driver, Request
 from support.runners import SMALL, build
+from torch import Tensor
 
 from octavo.model.kernels.load import load_kernels
 from octavo.model.kernels.native import NativeKernels
@@ -19,10 +20,18 @@ def native(dtype: torch.dtype = torch.float32) -> NativeKernels:
     return kernels
 
 
+WEIGHT, NORM = torch.ones(16), torch.empty(2, 16)
+
+
+def add(kernels: NativeKernels, x: Tensor, branch: Tensor) -> None:
+    """x += branch, both [2, 16] or [1, 16], in a call of the library."""
+    kernels.rms_norm(x, WEIGHT, 1e-5, NORM[: len(x)], branch)
+
+
 def test_what_is_repeated_computes_on_what_the_memory_holds_by_then() -> None:
     kernels = native()
     x, branch = torch.zeros(2, 16), torch.ones(2, 16)
-    repeat = kernels.library.record(lambda: kernels.add(x, branch))
+    repeat = kernels.library.record(lambda: add(kernels, x, branch))
     assert x.eq(1).all()
     branch.fill_(3)
     repeat()
@@ -43,7 +52,7 @@ def test_a_repetition_ends_at_an_id_that_is_out_of_range() -> None:
 
     def body() -> None:
         table.gather(ids, out=found)
-        kernels.add(x, branch)
+        add(kernels, x, branch)
 
     repeat = kernels.library.record(body)
     ids.fill_(10)
@@ -57,12 +66,12 @@ def test_an_error_while_recording_ends_the_recording() -> None:
     x = torch.zeros(1, 16)
 
     def body() -> None:
-        kernels.add(x, torch.ones(1, 16))
+        add(kernels, x, torch.ones(1, 16))
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         kernels.library.record(body)
-    repeat = kernels.library.record(lambda: kernels.add(x, x))
+    repeat = kernels.library.record(lambda: add(kernels, x, x))
     repeat()
     assert x.eq(4).all()
 
