@@ -156,7 +156,7 @@ def test_verdicts_are_kept_up_to_a_number_of_bytes(vocabulary: Vocabulary, monke
             await refusal(compiler, "regex", f"({number}")
             assert compiler.cached_bytes <= 4096
         assert 2 <= len(compiler._cache) < 20
-        compiler._command = ("/nonexistent",)
+        compiler.pool._command = ("/nonexistent",)
         await compiler.pool.close()
         assert await compiler.compile(Constraint("regex", "a{50}", "the_field")), "it is known still"
         await refusal(compiler, "regex", "(49")
