@@ -4,8 +4,9 @@
 //   bfloat16: [panel][k / 2][64][2], k padded with zeros to a multiple of 32. Two consecutive k of one column lie
 //             together, as vdpbf16ps and AMX tiles want them (a tile is 16 k-pairs x 16 columns, 256 bytes apart).
 //   float32:  [panel][k][64].
-// Either way it is a transposed matrix of 32-bit words. Quantised weights lie in panels as well (quantised.h); a panel is
-// expanded into one of these two orders in the memory of the thread that multiplies with it, but for few rows on AMX.
+// Either way it is a transposed matrix of 32-bit words. Quantised weights lie in panels as well (quantised.h); the thread
+// that multiplies with a panel expands it, in one of these two orders: whole in memory of its own, or a block at a time on
+// the stack where few rows need it. On AMX few rows take 4-bit weights row by row instead, see sum_quantised.
 //
 // Every output is summed in one float32 accumulator (an AMX tile element is one too) over ascending k, whatever the
 // number of rows and threads. That makes the kernels batch-invariant: a row's bits do not depend on its neighbours.
@@ -102,7 +103,8 @@ static inline int64_t parts_of(int64_t pieces, int64_t panels) {
 }
 
 // Call body(first_row, rows, panel) for all parts of the result, in parallel: a panel and, of 512 rows at most, those
-// that one thread takes together. These rows of x, and one panel, then stay in the L2 cache.
+// that one thread takes together. These rows of x, and one panel, then stay in the L2 cache. With `few`, for panels that
+// cost something to fetch or to expand, there are no more parts than parts_of wants; else one for each piece of rows.
 template <class T, class Body>
 static void for_each_part(const LinearCall<T>& call, bool few, const Body& body) {
     constexpr int64_t most_rows = 512;

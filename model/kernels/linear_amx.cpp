@@ -57,9 +57,9 @@ struct TiledRows {
 };
 
 // Few rows of x as columns of tiles, for products with W on the left: for each 32 k one tile of up to 16 rows or two,
-// [k / 2][16][2]. A single row has this order by itself. Every thread makes its own copy, once for the call of this number
-// and where it would else expand a panel, which takes twice the room: what another core has just written is slow to read,
-// and x is smaller than its tiles.
+// [k / 2][16][2]. A single row has this order by itself. Every thread makes its own copy, once a call: what another core has
+// just written is slow to read. `number` tells calls apart, for x may be another one at the same address. The copy lies in
+// the memory for an expanded panel, which is twice as large and not needed here.
 struct Columns {
     const bf16* pairs;
     int64_t tiles = 1, stride = 4;  // stride: bytes from a pair of k to the next

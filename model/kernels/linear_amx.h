@@ -1,6 +1,7 @@
 // Where the tiles of W come from, for products with W on the right: at(index, column) has 32 k of the 32 columns from
-// `column` on, 4 bytes a column; the same columns of the next pair of k follow after `stride` bytes. prepare() makes 16
-// columns of tiles that are wanted next, and fetch_next() brings as much of the next panel closer.
+// `column` on, 4 bytes a column; the same columns of the next pair of k follow after `stride` bytes. The loops also call,
+// while tiles are multiplied, prepare(index, column), which may make 16 columns of tiles before at() is asked for them, and
+// fetch_next(index, column), which may begin to fetch the same place of the next panel.
 #pragma once
 #include <immintrin.h>
 
@@ -52,7 +53,7 @@ struct Halves {
     static void prepare(int64_t, int64_t) {}
 };
 
-// The same while they are expanded, for the rows of x that come first.
+// The same for the rows of x that come first: at() expands what it is asked for, so it is called once for each place.
 struct Expanding : Halves {
     Kind kind;
     const char *packed, *next_packed;
@@ -75,8 +76,8 @@ struct Expanding : Halves {
     }
 };
 
-// The same for all rows, if they are few: the numbers never leave the L1 cache. prepare() expands 16 columns while tiles are
-// multiplied, to two places in turn.
+// A quantised panel that is needed for few rows only: its numbers never leave the L1 cache. prepare() expands 16 columns of
+// the next tiles to one of two places, while at() gives those in the other.
 struct Passing {
     Kind kind;
     const char* packed;

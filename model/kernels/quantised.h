@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-// Mirrors KINDS in packing.py.
+// After `numbers`, in the order of QUANTISED in packing.py.
 enum class Kind : int64_t { numbers, q4_0, q4_1, q8_0, q4_k };
 
 constexpr int64_t panel_width = 64, block_depth = 32, superblock_depth = 256;
