@@ -53,6 +53,7 @@ class DeviceSampler(Sampler):
         for row in np.flatnonzero(self._edited(slots, positions)).tolist():
             self._edit(logits[row], int(slots[row]), int(positions[row]))
         chosen = largest(logits)
+        # Tokens are ranked for top_k and top_p; min_p does without.
         drawn, truncated = ~greedy(records), (records["top_k"] < logits.shape[1]) | (records["top_p"] < 1)
         for group, draw in ((drawn & ~truncated, draw_rows), (drawn & truncated, draw_truncated_rows)):
             rows = np.flatnonzero(group)

@@ -23,7 +23,7 @@ Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
 """What `highest` is."""
 
 CANDIDATES = 1024
-"""How many of the most likely tokens are ranked first; the whole vocabulary only where they do not settle a row."""
+"""How many of the most likely tokens are ranked where that settles a row; else it is the whole vocabulary."""
 ID_BITS = 0xFFFFFFFF
 
 

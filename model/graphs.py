@@ -12,7 +12,6 @@ import torch
 
 Replay = Callable[[], None]
 
-
 Capture = Callable[[Callable[[], None]], Replay]
 """Runs a function, records what it does with the memory that it was given, and returns what does the same again."""
 

@@ -56,7 +56,7 @@ class Placement:
         )
 
     def capture(self, *, eager: bool) -> Capture | None:
-        """What captures the steps of a GPU; none if it is to queue each kernel by kernel (`eager`)."""
+        """What captures steps; none on a CPU, or if a GPU is to be given each step kernel by kernel (`eager`)."""
         return CudaCapture(self.device) if self.on_gpu and not eager else None
 
 

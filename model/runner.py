@@ -146,7 +146,7 @@ class ModelRunner:
         self.arena = arena
         self.poison: Poison | None = None
         self.observe: Callable[[Tensor], None] | None = None
-        """Hears what is added to the spine; see Transformer.forward."""
+        """Hears what is added to the spine, see Transformer.forward; not in a step that repeats a recorded one."""
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
@@ -286,8 +286,8 @@ def build_runner(
     digest = load_weights(checkpoint, destinations, progress)
     scratch = RowScratch.of(arena, vocabulary)
     native = kernels if isinstance(kernels, NativeKernels) else None
-    on_cpu = Sampler(slots, scratch, native.highest if native else highest)
-    sampler = DeviceSampler(slots, scratch) if workspaces else on_cpu
+    choose = native.highest if native else highest
+    sampler = DeviceSampler(slots, scratch) if workspaces else Sampler(slots, scratch, choose)
     record = native.library.record if native and not ranks else None
     runner = ModelRunner(model, attention, slots, sampler, arena, record, capture)
     runner.weights_digest = ranks.combine(digest) if ranks else digest

@@ -1,7 +1,7 @@
 """From flags and environment variables to settings, by the rows in `server/settings.py`.
 
-A flag wins over its environment variable, which wins over the default. Both are spelled in the table once and parsed by
-the same function, so an error reads the same wherever the value came from.
+A flag wins over its environment variable, which wins over the default. Both are parsed by the same function,
+so an error reads the same wherever the value came from.
 """
 
 import argparse

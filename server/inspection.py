@@ -73,11 +73,9 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
 def _tokenize_request(body: bytes) -> protocol.TokenizeChat | protocol.TokenizeText:
     fields = protocol.decode(body)
-    chat = "messages" in fields
-    model: type[protocol.TokenizeChat | protocol.TokenizeText] = (
-        protocol.TokenizeChat if chat else protocol.TokenizeText
-    )
-    return protocol.validate(model, fields)
+    if "messages" in fields:
+        return protocol.validate(protocol.TokenizeChat, fields)
+    return protocol.validate(protocol.TokenizeText, fields)
 
 
 def _tokens(ids: Sequence[int], context: int, strings: Tokenizer | None) -> bytes:
