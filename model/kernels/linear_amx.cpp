@@ -166,45 +166,53 @@ void sum_rows(const TiledRows& tiled, int64_t rows, const Weights& weights, floa
     sum_high<fetch, false>(tiled, weights, half_width, sums + half_width, panel_width);
 }
 
-// sums [rows][64] for up to 32 rows and a quantised panel, whose rows are tiles on the left: one tile of rows of x by four
-// of W, or two by two. The numbers never leave the L1 cache: they are expanded just before they are needed, to two places
-// in turn, so that one is read while the next is written.
+// sums [rows][64] for up to 32 rows and a panel of nibbles, whose rows are tiles on the left: one tile of rows of x by four
+// of W, or two by two. The numbers never leave the L1 cache: a tile is looked up while the one before it in its place is
+// multiplied, to two places in turn.
 template <int x_tiles>
 void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* packed, float* sums) {
-    constexpr int64_t together = panel_width / x_tiles, tile = tile_rows * tile_depth;
-    alignas(64) bf16 places[2][together * tile_depth];
+    constexpr int64_t w_tiles = 4 / x_tiles, together = tile_rows * w_tiles;
+    const int64_t blocks = call.depth() / block_depth;
+    alignas(64) BitLanes places[2][w_tiles][1][tile_rows];
     for (int64_t column = 0; column < panel_width; column += together, sums += together) {
+        Block block;
+        const auto prepare = [&](int64_t index, int64_t tile) __attribute__((always_inline)) {
+            if (index == blocks) return;
+            if (tile == 0) read_block(call.linear.kind, packed, index, block, column, column + together);
+            for (int64_t i = 0; i < tile_rows; i += 4)
+                look_up(block, column + tile * tile_rows + i, places[index % 2][tile], i);
+        };
+        for (int64_t tile = 0; tile < w_tiles; tile++) prepare(0, tile);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t index = 0; index < call.depth() / tile_depth; index++) {
-            bf16* w = places[index % 2];
-            Block block;
-            read_block(call.linear.kind, packed, index, block, column, column + together);
-            BitLanes rows[1][16];
-            for (int64_t n = 0; n < together; n += 16) {
-                for (int64_t i = 0; i < 16; i += 4) look_up(block, column + n + i, rows, i);
-                std::memcpy(w + n * tile_depth, rows, sizeof rows);
-            }
+        for (int64_t index = 0; index < blocks; index++) {
+            const auto& w = places[index % 2];
             _tile_loadd(4, x.at(index, 0), x.stride);
             if constexpr (x_tiles == 1) {
-                _tile_loadd(5, w, tile_bytes);
+                _tile_loadd(5, w[0], tile_bytes);
                 _tile_dpbf16ps(0, 5, 4);
-                _tile_loadd(6, w + tile, tile_bytes);
+                prepare(index + 1, 0);
+                _tile_loadd(6, w[1], tile_bytes);
                 _tile_dpbf16ps(1, 6, 4);
-                _tile_loadd(7, w + 2 * tile, tile_bytes);
+                prepare(index + 1, 1);
+                _tile_loadd(7, w[2], tile_bytes);
                 _tile_dpbf16ps(2, 7, 4);
-                _tile_loadd(5, w + 3 * tile, tile_bytes);
+                prepare(index + 1, 2);
+                _tile_loadd(5, w[3], tile_bytes);
                 _tile_dpbf16ps(3, 5, 4);
+                prepare(index + 1, 3);
             } else {
                 _tile_loadd(5, x.at(index, 1), x.stride);
-                _tile_loadd(6, w, tile_bytes);
+                _tile_loadd(6, w[0], tile_bytes);
                 _tile_dpbf16ps(0, 6, 4);
                 _tile_dpbf16ps(1, 6, 5);
-                _tile_loadd(7, w + tile, tile_bytes);
+                prepare(index + 1, 0);
+                _tile_loadd(7, w[1], tile_bytes);
                 _tile_dpbf16ps(2, 7, 4);
                 _tile_dpbf16ps(3, 7, 5);
+                prepare(index + 1, 1);
             }
         }
         alignas(64) __m512i transposed[4][tile_rows];

@@ -82,6 +82,7 @@ struct Passing {
     Kind kind;
     const char* packed;
     int64_t tiles;
+    mutable Block block;
     alignas(64) mutable bf16 places[2][panel_width * tile_depth];
     static constexpr int64_t stride = half_width * 4;
 
@@ -97,7 +98,8 @@ struct Passing {
     void prepare(int64_t index, int64_t column) const {
         if (index == tiles) return;
         bf16* place = places[index % 2] + column / half_width * half_width * (tile_depth - 2);
-        expand_block<half_width>(kind, packed, index, place, column, column + tile_rows);
+        if (column % half_width == 0) read_block(kind, packed, index, block, column, column + half_width);
+        expand_rows<half_width>(kind, block, column, place);
     }
 
     static void fetch_next(int64_t, int64_t) {}  // the next tiles are fetched as these are expanded

@@ -294,18 +294,22 @@ inline void expand_bytes(const Block& block, int64_t n, T* out) {
     }
 }
 
-// Write 32 k of rows first .. end - 1 of a panel of W to out, which is where the numbers of its first row are or would
-// be in the order of linear.h, but with `width` columns. first and end are multiples of 16.
+// Write 32 k of 16 rows of W, from row n on, to out, which is where the numbers of the panel's first row are or would be in
+// the order of linear.h, but with `width` columns.
+template <int64_t width, class T>
+inline void expand_rows(Kind kind, const Block& block, int64_t n, T* out) {
+    if (kind == Kind::q8_0)
+        expand_bytes<width>(block, n, out);
+    else
+        expand_nibbles<width>(block, n, out);
+}
+
+// The same for rows first .. end - 1, multiples of 16.
 template <int64_t width = panel_width, class T>
 void expand_block(Kind kind, const char* panel, int64_t index, T* out, int64_t first = 0, int64_t end = panel_width) {
     Block block;
-    if (kind == Kind::q8_0) {
-        read_block(Kind::q8_0, panel, index, block, first, end);
-        for (int64_t n = first; n < end; n += 16) expand_bytes<width>(block, n, out);
-    } else {
-        read_block(kind, panel, index, block, first, end);
-        for (int64_t n = first; n < end; n += 16) expand_nibbles<width>(block, n, out);
-    }
+    read_block(kind, panel, index, block, first, end);
+    for (int64_t n = first; n < end; n += 16) expand_rows<width>(kind, block, n, out);
 }
 
 }  // namespace
