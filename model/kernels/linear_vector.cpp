@@ -18,13 +18,6 @@ constexpr int most_rows = 6;
 typedef float Vector __attribute__((vector_size(vector_bytes)));
 typedef uint32_t Words __attribute__((vector_size(vector_bytes)));
 
-template <class V>
-inline V load(const void* address) {
-    V value;
-    std::memcpy(&value, address, sizeof value);
-    return value;
-}
-
 // How many vectors of columns to sum at once, so that the sums of `rows` rows fit the registers.
 constexpr int vectors_for(int rows) {
     int vectors = panel_width / lanes;
@@ -44,7 +37,7 @@ inline void multiply(Vector (&sums)[rows][vectors], const float* x, int64_t stri
     for (int64_t k = 0; k < depth; k++) {
         Vector w[vectors];
         float values[rows];
-        for (int v = 0; v < vectors; v++) w[v] = load<Vector>(panel + k * panel_width + v * lanes);
+        for (int v = 0; v < vectors; v++) w[v] = load_vector<Vector>(panel + k * panel_width + v * lanes);
         for (int r = 0; r < rows; r++) values[r] = x[r * stride + k];
         add_products(sums, w, values);
     }
@@ -57,10 +50,10 @@ inline void multiply(Vector (&sums)[rows][vectors], const bf16* x, int64_t strid
         Vector even[vectors], odd[vectors];
         float values[rows], next_values[rows];
         for (int v = 0; v < vectors; v++) {
-            const Words pair = load<Words>(panel + k * panel_width + v * lanes * 2);
+            const Words pair = load_vector<Words>(panel + k * panel_width + v * lanes * 2);
             const Words low = pair << 16, high = pair & 0xffff0000u;
-            even[v] = load<Vector>(&low);
-            odd[v] = load<Vector>(&high);
+            even[v] = load_vector<Vector>(&low);
+            odd[v] = load_vector<Vector>(&high);
         }
         for (int r = 0; r < rows; r++) {
             values[r] = to_float(x[r * stride + k]);

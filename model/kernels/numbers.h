@@ -43,16 +43,17 @@ typedef int32_t IntLanes __attribute__((vector_size(lane_count * sizeof(int32_t)
 typedef uint32_t BitLanes __attribute__((vector_size(lane_count * sizeof(uint32_t))));
 typedef uint16_t HalfLanes __attribute__((vector_size(lane_count * sizeof(uint16_t))));
 
-static inline Lanes load_lanes(const float* from) {
-    Lanes values;
+template <class Vector>
+static inline Vector load_vector(const void* from) {
+    Vector values;
     std::memcpy(&values, from, sizeof values);
     return values;
 }
 
+static inline Lanes load_lanes(const float* from) { return load_vector<Lanes>(from); }
+
 static inline Lanes load_lanes(const bf16* from) {
-    HalfLanes halves;
-    std::memcpy(&halves, from, sizeof halves);
-    return reinterpret_cast<Lanes>(__builtin_convertvector(halves, BitLanes) << 16);
+    return reinterpret_cast<Lanes>(__builtin_convertvector(load_vector<HalfLanes>(from), BitLanes) << 16);
 }
 
 static inline void store_lanes(float* to, Lanes values) { std::memcpy(to, &values, sizeof values); }

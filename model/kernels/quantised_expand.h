@@ -12,13 +12,6 @@
 
 namespace {
 
-template <class Vector>
-inline Vector load_vector(const void* source) {
-    Vector vector;
-    std::memcpy(&vector, source, sizeof vector);
-    return vector;
-}
-
 // The upper half of each word is its float32 as a bfloat16. Rounds as from_float does; weights are finite.
 template <class Bits>
 inline Bits rounded(Bits bits) {
