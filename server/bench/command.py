@@ -66,6 +66,8 @@ async def _measure(load: Load, warming: list[Call], calls: list[Call]) -> Outcom
         outcome = await replace(load, concurrency=1).run(warming, loading_progress("warming up", "requests"))
         if fault := next((record for record in outcome.records if record.error), None):
             raise WarmUpError(f"a request that warms up failed: {fault.error} {fault.detail}")
+        if outcome.interrupted:
+            raise KeyboardInterrupt
     return await load.run(calls, loading_progress("sending", "requests"))
 
 

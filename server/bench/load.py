@@ -30,6 +30,8 @@ class Outcome:
     """From the first request to the end of the last."""
     client_cores: float = 0.0
     """Processor time that this client took meanwhile, as a share of one core."""
+    interrupted: bool = False
+    """Whether a signal ended it early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Load:
             ended += 1
             progress(ended, len(calls))
 
-        with self._stopping(stop):
+        with self._stopping(stop, outcome):
             if self.concurrency is None:
                 await _open_loop(calls, send, stop, clock)
             else:
@@ -73,7 +75,7 @@ class Load:
         return outcome
 
     @contextlib.contextmanager
-    def _stopping(self, stop: asyncio.Event) -> Iterator[None]:
+    def _stopping(self, stop: asyncio.Event, outcome: Outcome) -> Iterator[None]:
         """Set `stop` at the first signal, or when time is up."""
         loop = asyncio.get_running_loop()
 
@@ -84,6 +86,7 @@ class Load:
 
         def interrupted() -> None:
             let_go()
+            outcome.interrupted = True
             stop.set()
 
         for number in INTERRUPTS:

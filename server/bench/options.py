@@ -25,7 +25,7 @@ exit codes:
   64  an option or the trace is wrong
   69  the server cannot be reached
   73  a file of the report cannot be written
- 130  a second Ctrl-C or SIGTERM came, or one before the first request: nothing is reported
+ 130  a second Ctrl-C or SIGTERM came, or one before the first measured request: nothing is reported
 """
 TRACE_HELP = (
     "Open loop: one JSON object a line, with timestamp in seconds; prompt, messages or prompt_tokens; output_tokens."

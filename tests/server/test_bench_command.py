@@ -291,6 +291,20 @@ def test_a_signal_before_the_first_request_is_answered_with_one_line() -> None:
     assert (process.returncode, output, error) == (130, "", "octavo: interrupted\n")
 
 
+def test_a_signal_while_the_server_is_warmed_up_ends_the_command(daemon: Daemon) -> None:
+    started = metric(daemon, "octavo_request_started_total")
+    options = ["--warm-up", "100000", "--token-ids", "5-900", "--prompt-tokens", "9", "--output-tokens", "20"]
+    command = [sys.executable, "-m", "octavo.server.cli", "bench", daemon.url, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while metric(daemon, "octavo_request_started_total") < started + 3:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert error.endswith("octavo: interrupted\n")
+    assert "Traceback" not in error
+
+
 def test_after_its_duration_a_load_sends_nothing_more(daemon: Daemon, capsys: Capture, tmp_path: Path) -> None:
     options = ["--requests", "100000", "--duration", "0.3", "--token-ids", "5-900", "--prompt-tokens", "9"]
     code, facts, _ = measured(capsys, tmp_path, daemon.url, *options, "--output-tokens", "5", "--concurrency", "2")
