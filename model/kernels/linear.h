@@ -6,7 +6,7 @@
 //   float32:  [panel][k][64].
 // Either way it is a transposed matrix of 32-bit words. Quantised weights lie in panels as well (quantised.h); the thread
 // that multiplies with a panel expands it, in one of these two orders: whole in memory of its own, or a block at a time on
-// the stack where few rows need it. On AMX few rows take 4-bit weights row by row instead, see sum_quantised.
+// the stack where few rows need it. On AMX few rows take 4-bit weights row by row instead, see sum_nibbles.
 //
 // Every output is summed in one float32 accumulator (an AMX tile element is one too) over ascending k, whatever the
 // number of rows and threads. That makes the kernels batch-invariant: a row's bits do not depend on its neighbours.

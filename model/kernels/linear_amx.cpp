@@ -167,10 +167,10 @@ void sum_rows(const TiledRows& tiled, int64_t rows, const Weights& weights, floa
 }
 
 // sums [rows][64] for up to 32 rows and a panel of nibbles, whose rows are tiles on the left: one tile of rows of x by four
-// of W, or two by two. The numbers never leave the L1 cache: a tile is looked up while the one before it in its place is
-// multiplied, to two places in turn.
+// of W, or two by two. The numbers never leave the L1 cache: while one tile is multiplied the same rows of the next
+// block are looked up, to two places in turn.
 template <int x_tiles>
-void sum_quantised(const LinearCall<bf16>& call, const Columns& x, const char* packed, float* sums) {
+void sum_nibbles(const LinearCall<bf16>& call, const Columns& x, const char* packed, float* sums) {
     constexpr int64_t w_tiles = 4 / x_tiles, together = tile_rows * w_tiles;
     const int64_t blocks = call.depth() / block_depth;
     alignas(64) BitLanes places[2][w_tiles][1][tile_rows];
@@ -242,12 +242,12 @@ void compute_few(const LinearCall<bf16>& call, int64_t first_row, int64_t rows, 
     store(call, first_row, rows, panel * panel_width, sums);
 }
 
-// The same for a quantised one.
+// The same for a panel of nibbles and all rows of the call.
 void compute_few(const LinearCall<bf16>& call, const Columns& x, int64_t panel) {
     alignas(64) float sums[most_rows * panel_width];
     {
         const TileConfiguration configuration(call.rows, true);
-        const auto sum = call.rows <= tile_rows ? sum_quantised<1> : sum_quantised<2>;
+        const auto sum = call.rows <= tile_rows ? sum_nibbles<1> : sum_nibbles<2>;
         sum(call, x, call.quantised_panel(panel), sums);
     }
     store(call, 0, call.rows, panel * panel_width, sums);

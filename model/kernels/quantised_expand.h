@@ -168,7 +168,7 @@ inline void store_columns(BitLanes (&rows)[16], uint32_t* out) {
 #endif
 }
 
-// What expand_block does with 16 rows of nibbles, from row n on.
+// What expand_rows does with nibbles.
 template <int64_t width, class T>
 inline void expand_nibbles(const Block& block, int64_t n, T* out) {
     constexpr int64_t words = sizeof(T) / 2;
@@ -257,7 +257,7 @@ inline ByteFloats byte_values(ByteBits words, int byte, ByteFloats scale, ByteFl
 #endif
 }
 
-// What expand_block does with 16 rows of bytes, from row n on.
+// What expand_rows does with bytes.
 template <int64_t width, class T>
 inline void expand_bytes(const Block& block, int64_t n, T* out) {
     constexpr int vectors = 16 / byte_lanes;
