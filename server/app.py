@@ -118,11 +118,8 @@ async def _api_error(request: Request, error: APIError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = str(error.detail)
-    if error.status_code == 404:
-        message = "There is no such route."
-    if error.status_code == 405:
-        message = f"This route does not answer {request.method}."
+    ours = {404: "There is no such route.", 405: f"This route does not answer {request.method}."}
+    message = ours.get(error.status_code, str(error.detail))
     return await _api_error(request, APIError(error.status_code, message, headers=error.headers))
 
 

@@ -1,6 +1,7 @@
 """HTTP/1.1 as it arrives: uvicorn's protocol with bounds on what a client can send, and how slowly it may do so."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,15 +31,15 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     _reading_head = True
-    _head_bytes = 0
+    _overhead_bytes = 0
+    """Received since something came of them."""
     _too_large = False
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes; of a head that does not end in them, all count."""
-        if self._reading_head:
-            self._head_bytes += len(data)
+        """Take in bytes. All count that are no piece of a body: no line, and no trailers, are longer than a head."""
+        self._overhead_bytes += len(data)
         super().data_received(data)
-        if self._reading_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._overhead_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._too_large = True
             self.send_400_response("")
 
@@ -53,13 +54,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._too_large = True
             raise _TooLargeError
-        self._reading_head = False
+        self._reading_head, self._overhead_bytes = False, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hand on a piece of the body."""
+        self._overhead_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """What follows is the next request's head."""
         super().on_message_complete()
-        self._reading_head, self._head_bytes = True, 0
+        self._reading_head, self._overhead_bytes = True, 0
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close; nothing that was sent is repeated."""
@@ -86,7 +92,7 @@ class _Deadline:
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, act: Callable[[], None]) -> None:
         """`seconds` 0: it never runs out."""
         self._loop = loop
-        self._seconds = seconds
+        self.seconds = seconds
         self._act = act
         self.due: float | None = None
         """When it runs out; None while it is stopped."""
@@ -94,8 +100,8 @@ class _Deadline:
 
     def start(self) -> None:
         """Start it from the beginning."""
-        if self._seconds:
-            self.due = self._loop.time() + self._seconds
+        if self.seconds:
+            self.due = self._loop.time() + self.seconds
             if self._timer is None:
                 self._timer = self._loop.call_at(self.due, self._fire)
 
@@ -129,6 +135,8 @@ class GuardedProtocol(BoundedProtocol):
     def __init__(self, *arguments: Any, settings: ServerSettings, sight: Sight, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._sight = sight
+        self._current: RequestResponseCycle | None = None
+        """The request whose turn it is; uvicorn's `cycle` is the last that has arrived, and may wait behind it."""
         self._refused = False
         """Whether the request was answered on sight while its body is still to come."""
         self._most_connections = settings.max_connections
@@ -138,6 +146,9 @@ class GuardedProtocol(BoundedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to count the time."""
         super().connection_made(transport)
+        # Where too little is left unread for `pause_writing`, in a connection that is being closed, too.
+        unread = round(1000 * self._sending.seconds)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
         if len(self.connections) > self._most_connections:
             self._refuse(APIError(503, "The server has too many connections.", code="too_many_connections"))
         else:
@@ -147,6 +158,7 @@ class GuardedProtocol(BoundedProtocol):
         """Stop all clocks."""
         self._receiving.close()
         self._sending.close()
+        self._let_go()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -162,8 +174,7 @@ class GuardedProtocol(BoundedProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Drop what nobody will read."""
-        if not self._refused:
-            super().on_body(body)
+        super().on_body(b"" if self._refused else body)
 
     def on_message_complete(self) -> None:
         """All is there."""
@@ -179,6 +190,7 @@ class GuardedProtocol(BoundedProtocol):
         """
         if self.transport.is_closing():
             return
+        self._current = cycle
         response = None if self.pipeline or self.flow.write_paused else self._sight(cast("Scope", cycle.scope))
         if response is None:
             super()._start_asgi_task(cycle, app)
@@ -208,13 +220,18 @@ class GuardedProtocol(BoundedProtocol):
 
     def _cut_off(self) -> None:
         """End the request and then the connection: a stream that is let go first has more computed before it hears."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._let_go()
         self.loop.call_later(0.1, self.transport.abort)
 
+    def _let_go(self) -> None:
+        if self._current is not None:
+            self._current.disconnected = True
+            self._current.message_event.set()
+
     def _give_up(self) -> None:
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        if self.pipeline:  # it may not have been read: that is for its turn
+            self._receiving.start()
+        elif self._current is not None and self._current.response_started and not self._current.response_complete:
             self._cut_off()
         else:
             self._refuse(APIError(408, "The request did not arrive in time."))

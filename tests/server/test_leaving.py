@@ -31,8 +31,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def send_and_leave(live: Live, *, stream: bool, wait_for: bytes | None) -> None:
-    """Send a request that would run long over a raw socket, and close it."""
+def send_and_leave(live: Live, *, stream: bool, wait_for: bytes | None, behind: bytes = b"") -> None:
+    """Send a request that would run long over a raw socket, and what comes behind it, and close it."""
     body = json.dumps({"model": "smollm2", "prompt": [SLOW, 5], "max_tokens": 1500, "stream": stream}).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -40,7 +40,7 @@ def send_and_leave(live: Live, *, stream: bool, wait_for: bytes | None) -> None:
     )
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + body)
+        connection.sendall(head.encode() + body + behind)
         received = b""
         while wait_for is not None and wait_for not in received:
             received += connection.recv(65536)
@@ -71,6 +71,20 @@ def test_d01_a_client_that_leaves_while_it_waits_ends_its_request(live: Live) ->
     eventually(lambda: live.metric("octavo_request_started_total") == started + 1)
     eventually(lambda: live.metric(ABORTED) == before + 1)
     eventually(lambda: idle(live))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_d01_a_client_that_leaves_with_a_second_request_behind_the_first_ends_the_first(
+    live: Live, caplog: pytest.LogCaptureFixture, *, stream: bool
+) -> None:
+    before = live.metric(ABORTED)
+    started = live.metric("octavo_request_started_total")
+    behind = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    send_and_leave(live, stream=stream, wait_for=b"data: " if stream else None, behind=behind)
+    eventually(lambda: live.metric("octavo_request_started_total") == started + 1)
+    eventually(lambda: live.metric(ABORTED) == before + 1)
+    eventually(lambda: idle(live))
+    assert not caplog.records
 
 
 def test_d01_a_request_that_still_queues_is_aborted_too(live: Live) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +135,16 @@ def test_many_small_chunks_make_one_body(steadfast: Live) -> None:
     spaces = b" " * 20_000
     body = chunked(*(spaces[:1] for _ in spaces), BODY)
     assert statuses(exchange(steadfast.url, coded(b"chunked", body))) == [200]
+
+
+@pytest.mark.parametrize("start", [b"0\r\nX: ", b"0\r\n", b"5;x="], ids=["trailer", "trailers", "extension"])
+def test_what_comes_beside_a_body_has_an_end(steadfast: Live, start: bytes) -> None:
+    piece = (b"a: b\r\n" if start == b"0\r\n" else b"a") * (1 << 16)
+    host, port = steadfast.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(coded(b"chunked", start))
+        with pytest.raises(ConnectionError):
+            connection.sendall(piece * ((64 << 20) // len(piece)))
 
 
 def test_an_upgrade_is_not_taken_up(steadfast: Live) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from support.live import Live, live_server, story_command
-from support.raw import post, status_of
+from support.raw import get, post, status_of
 from support.story_engine import SLOW
+
+from octavo.server import listening
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -139,3 +141,30 @@ def test_f7_a_client_that_does_not_read_is_cut_off_and_others_go_on(hasty: Live)
         assert hasty.completion(prompt=[6], max_tokens=20)["usage"]["completion_tokens"] == 20
         eventually(lambda: hasty.metric(aborted) == before + 8)
         assert b"[DONE]" not in read_to_the_end(connection)
+
+
+def test_f7_a_closed_connection_whose_last_bytes_nobody_reads_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "SEND_BUFFER_BYTES", 16 << 10)
+    settings = {"send_timeout": 0.5, "max_connections": 1}
+    with live_server(command=story_command(tmp_path, {}), **settings) as live, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address(live))
+        connection.sendall(get("/openapi.json", "Host: localhost"))
+        eventually(lambda: httpx.get(f"{live.url}/version").status_code == 200)
+
+
+def test_f8_a_body_behind_a_long_answer_has_its_time_when_it_is_its_turn(hasty: Live) -> None:
+    long = {"model": "smollm2", "prompt": [SLOW], "max_tokens": 150, "stream": True}
+    late = post("/v1/completions", {"model": "smollm2", "prompt": [5], "max_tokens": 1})
+    with socket.create_connection(address(hasty)) as connection:
+        connection.sendall(post("/v1/completions", long).replace(b"Connection: close\r\n", b"") + late[:-1])
+        received = b""
+        while b"[DONE]" not in received:
+            data = connection.recv(65536)
+            assert data, received
+            received += data
+        connection.sendall(late[-1:])
+        assert b"HTTP/1.1 408" not in received
+        assert b"HTTP/1.1 200" in read_to_the_end(connection)
