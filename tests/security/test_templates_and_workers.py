@@ -34,7 +34,7 @@ def run(work: Callable[[Renderer], Awaitable[None]]) -> None:
         try:
             await work(renderer)
         finally:
-            await renderer.close()
+            await renderer.pool.close()
 
     asyncio.run(main())
 
@@ -120,7 +120,7 @@ def test_the_worker_says_what_the_template_says() -> None:
         try:
             same()
         finally:
-            runner.run(renderer.close())
+            runner.run(renderer.pool.close())
 
 
 PROBE = """
