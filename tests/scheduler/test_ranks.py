@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import rank_logits
 from support.checkpoints import tiny_model, write_gguf
+from support.live import engine_pid
 from support.rank_logits import TOKENS, engine_config
 from support.runners import logits_of
 from torch import Tensor
@@ -107,7 +108,7 @@ def test_a_divided_engine_serves_the_same_tokens_and_goes_on_when_a_rank_is_kill
         async for events in generation:
             found += [event.token for event in events]
             if kill and len(found) > 2:
-                os.kill(ranks_of(client._process._process.pid)[0], signal.SIGKILL)
+                os.kill(ranks_of(engine_pid(client))[0], signal.SIGKILL)
                 kill = False
         return found
 
@@ -118,10 +119,10 @@ def test_a_divided_engine_serves_the_same_tokens_and_goes_on_when_a_rank_is_kill
             assert client.ready.weights_digest != whole.weights_digest
             assert client.ready.memory[0].allocated < 0.6 * whole.memory[0].allocated
             for kill in (False, True):
-                processes.update([client._process._process.pid, *ranks_of(client._process._process.pid)])
+                processes.update([engine_pid(client), *ranks_of(engine_pid(client))])
                 assert len(processes) == 2
                 assert await tokens(client, kill=kill) == expected
-            processes.update([client._process._process.pid, *ranks_of(client._process._process.pid)])
+            processes.update([engine_pid(client), *ranks_of(engine_pid(client))])
             assert len(processes) == 4
             files = [file for process in processes for file in Path("/proc").glob(f"{process}/fd/*")]
             assert not sockets_that_listen() & {str(file.readlink()) for file in files}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import scripted_engine
+from support.live import engine_pid
 from support.scripted_engine import CRASH, KILL, scripted_token
 
 from octavo.model.step import SamplingParams
@@ -147,10 +148,10 @@ async def test_close_ends_the_process_and_the_live_requests() -> None:
 @run
 async def test_an_engine_that_does_not_answer_is_killed() -> None:
     async with engine() as client:
-        os.kill(client._process._process.pid, signal.SIGSTOP)
+        os.kill(engine_pid(client), signal.SIGSTOP)
         await client.close()
         assert client._process.returncode == -signal.SIGKILL
-        assert gone(client._process._process.pid)
+        assert gone(engine_pid(client))
 
 
 @run
@@ -158,7 +159,7 @@ async def test_an_engine_that_is_not_to_be_replaced_fails_every_live_request_and
     async with engine(0.002, RestartPolicy(deaths=1)) as client:
         generations = [client.submit(asked([5], 2000)) for _ in range(20)]
         await anext(generations[0])
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         for generation in generations:
             with pytest.raises(EngineError, match="killed by SIGKILL"):
                 await collect(generation)
@@ -197,7 +198,7 @@ async def test_f1_a_killed_engine_is_replaced_and_every_request_goes_on_where_it
     async with engine(0.002) as client:
         generations = [client.submit(asked([4] * length, 200)) for length in range(1, 21)]
         first = list(await anext(generations[0]))
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         await until(lambda: client.restarting)
         assert client.alive
         meanwhile = client.submit(asked([4] * 30, 5))
@@ -217,7 +218,7 @@ async def test_an_abort_while_there_is_no_engine_ends_the_request() -> None:
     async with engine(0.002) as client:
         known, other = client.submit(asked([4], 2000)), client.submit(asked([5], 50))
         await anext(known)
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         await until(lambda: client.restarting)
         known.abort("stop")
         unknown = client.submit(asked([4], 2000))
@@ -250,7 +251,7 @@ async def test_f2_a_request_that_kills_the_engine_ends_with_an_error_and_no_othe
 @run
 async def test_f4_an_engine_that_stalls_is_killed_and_replaced() -> None:
     async with engine(0.002, RestartPolicy(stall_seconds=0.5), fault=("step-hangs:step=5:life=0",)) as client:
-        hung = client._process._process.pid
+        hung = engine_pid(client)
         generation = client.submit(asked([4], 30))
         assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
         assert gone(hung)
@@ -261,9 +262,9 @@ async def test_f4_an_engine_that_stalls_is_killed_and_replaced() -> None:
 async def test_f5_an_engine_that_is_stopped_for_less_than_the_timeout_is_not_replaced() -> None:
     async with engine(0.002, RestartPolicy(stall_seconds=5.0)) as client:
         generation = client.submit(asked([4], 30))
-        os.kill(client._process._process.pid, signal.SIGSTOP)
+        os.kill(engine_pid(client), signal.SIGSTOP)
         await asyncio.sleep(0.7)
-        os.kill(client._process._process.pid, signal.SIGCONT)
+        os.kill(engine_pid(client), signal.SIGCONT)
         assert tokens(await collect(generation)) == [scripted_token(1 + n) for n in range(30)]
         assert client.metrics.engine_restarts == 0
 
@@ -279,7 +280,7 @@ async def test_f7_a_paused_request_is_neither_a_stall_nor_to_blame_for_what_kill
         emitted = len(unread.submission.emitted)
         assert MOST_UNREAD <= emitted < 1500
         for death in range(1, 5):
-            os.kill(client._process._process.pid, signal.SIGKILL)
+            os.kill(engine_pid(client), signal.SIGKILL)
             await until(lambda: client.metrics.engine_restarts == death)  # noqa: B023 - it is awaited at once
             assert tokens(await collect(client.submit(asked([5], 5)))) == tokens_before
         assert len(unread.submission.emitted) == emitted
@@ -346,7 +347,7 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
     client = await EngineClient.start(EngineConfig(model="scripted"), command=command, policy=policy)
     try:
         generation = client.submit(asked([4], 2000))
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         with pytest.raises(EngineError, match="exit code 1, again and again"):
             await collect(generation)
     finally:
@@ -357,7 +358,7 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 async def test_a_client_that_is_closed_while_its_engine_restarts_leaves_no_process_behind() -> None:
     async with engine(0.002, RestartPolicy(delays=(60.0,))) as client:
         generation = client.submit(asked([4], 2000))
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         await until(lambda: client.restarting)
     with pytest.raises(EngineError, match="shut down"):
         await collect(generation)

@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.live import Live
+from support.live import Live, engine_pid
 
 HEAD = "q0" * 70
 """So far a trial does not go."""
@@ -41,7 +41,7 @@ def test_f02_what_explodes_on_the_way_ends_its_own_request_and_names_the_field(l
     neighbours = [{"prompt": [9, number], "max_tokens": 60} for number in range(4)]
     neighbours.append(asked('a: "x"+', max_tokens=180, min_tokens=0))
     alone = [live.completion(**request)["choices"][0]["text"] for request in neighbours]
-    process = live.service.client._process._process.pid
+    process = engine_pid(live.service.client)
     with ThreadPoolExecutor(8) as pool:
         failing = [pool.submit(live.post, "/v1/completions", **asked(rules)) for rules in EXPLODING.values()]
         others = list(pool.map(lambda request: live.completion(**request)["choices"][0]["text"], neighbours))
@@ -53,7 +53,7 @@ def test_f02_what_explodes_on_the_way_ends_its_own_request_and_names_the_field(l
         assert (error["param"], error["code"]) == ("structured_outputs", "grammar_failed")
         assert error["message"].startswith("Invalid 'structured_outputs': the grammar cannot be followed any further")
         assert len(error["message"]) < 500
-    assert live.service.client._process._process.pid == process
+    assert engine_pid(live.service.client) == process
     assert live.service.client.live == 0
 
 

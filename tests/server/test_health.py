@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.daemon import running
-from support.live import Live, live_server, story_command
+from support.live import Live, engine_pid, live_server, story_command
 from support.story_engine import SLOW
 
 
@@ -69,7 +69,7 @@ def test_keys_are_asked_for_while_the_model_loads(tmp_path: Path) -> None:
 
 def test_d12_an_engine_that_is_stuck_is_not_ready_but_the_server_lives(own: Live) -> None:
     own.service.stall_seconds = 0.2
-    engine = own.service.client._process._process.pid
+    engine = engine_pid(own.service.client)
     assert probe(own.url) == (200, "ok")
     os.kill(engine, signal.SIGSTOP)
     request = threading.Thread(target=own.completion, kwargs={"prompt": [5], "max_tokens": 3})

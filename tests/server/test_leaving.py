@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from support.live import Live, live_server, story_command
+from support.live import Live, engine_pid, live_server, story_command
 from support.raw import post
 from support.story_engine import CRASH, SLOW
 
@@ -160,7 +160,7 @@ def test_a_queue_full_of_tokens_is_refused_with_a_retry_hint(tmp_path: Path) -> 
 
 def test_b18_a_request_that_breaks_the_device_ends_with_an_error_event_and_others_go_on(tmp_path: Path) -> None:
     with live_server(command=story_command(tmp_path, {})) as live:
-        engine = live.service.client._process._process.pid
+        engine = engine_pid(live.service.client)
         undisturbed = live.completion(prompt=[SLOW], max_tokens=60)["choices"][0]["text"]
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
         text = ""
@@ -176,7 +176,7 @@ def test_b18_a_request_that_breaks_the_device_ends_with_an_error_event_and_other
                     with pytest.raises(openai.APIError, match="internal error"):
                         list(client.completions.create(model="smollm2", prompt=[CRASH], stream=True))
         assert text == undisturbed
-        assert live.service.client._process._process.pid == engine
+        assert engine_pid(live.service.client) == engine
         assert live.metric("octavo_failed_steps_total") >= 4
 
 
@@ -209,7 +209,7 @@ def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies_for_good(tmp
             for number, chunk in enumerate(stream):
                 assert chunk.choices[0].finish_reason is None
                 if number == 1:
-                    os.kill(live.service.client._process._process.pid, signal.SIGKILL)
+                    os.kill(engine_pid(live.service.client), signal.SIGKILL)
 
         with client, pytest.raises(openai.APIError, match="engine"):
             read_until_the_end()
@@ -222,7 +222,7 @@ def test_b18_a_stream_ends_with_an_error_event_when_the_engine_dies_for_good(tmp
 def test_b18_a_killed_engine_is_noticed_and_replaced(tmp_path: Path) -> None:
     with live_server(command=story_command(tmp_path, {}), policy=RestartPolicy(delays=(0.5,))) as live:
         assert httpx.get(f"{live.url}/health").status_code == 200
-        os.kill(live.service.client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(live.service.client), signal.SIGKILL)
         eventually(lambda: httpx.get(f"{live.url}/health").status_code == 503)
         assert httpx.get(f"{live.url}/health/ready").json() == {"status": "engine restarting"}
         assert httpx.get(f"{live.url}/health/live").status_code == 200

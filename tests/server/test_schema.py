@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.live import Live, live_server, story_command
+from support.live import Live, engine_pid, live_server, story_command
 
 from octavo.scheduler.messages import EngineConfig
 
@@ -97,7 +97,7 @@ def send_all(cases: st.SearchStrategy[Case], count: int) -> list[int]:
 
 
 def test_requests_made_from_the_schema_get_documented_answers(small: Live) -> None:
-    process = small.service.client._process._process.pid
+    process = engine_pid(small.service.client)
     found = operations(small)
     writing = [operation for operation in found if operation.method == "post"]
     assert len(writing) >= 6
@@ -111,4 +111,4 @@ def test_requests_made_from_the_schema_get_documented_answers(small: Live) -> No
         assert 200 in statuses[operation.path], f"nothing was accepted by {operation.path}"
         assert 400 in statuses[operation.path], f"nothing was refused by {operation.path}"
     assert small.completion(prompt=[5], max_tokens=1)["usage"]["completion_tokens"] == 1
-    assert small.service.client._process._process.pid == process
+    assert engine_pid(small.service.client) == process

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.live import Live, live_server, story_command
+from support.live import Live, engine_pid, live_server, story_command
 from support.measuring import scrape
 from support.raw import post
 
@@ -126,7 +126,7 @@ def test_f7_a_paused_request_outlives_its_engine(patient: Live, expected: object
     restarts = client.metrics.engine_restarts
     with unread(patient, 2) as connection:
         generated = client.metrics.generated_tokens
-        os.kill(client._process._process.pid, signal.SIGKILL)
+        os.kill(engine_pid(client), signal.SIGKILL)
         eventually(lambda: client.metrics.engine_restarts == restarts + 1)
         patient.completion(prompt=[7], max_tokens=NEIGHBOUR)
         assert client.metrics.generated_tokens == generated + NEIGHBOUR

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live import Live, live_server, story_command
+from support.live import Live, engine_pid, live_server, story_command
 from support.raw import exchange
 
 from octavo.server.access import AccessRules
@@ -74,10 +74,10 @@ REFUSED = {
 @pytest.fixture
 def steadfast(live: Live) -> Iterator[Live]:
     """A server whose engine is the same afterwards, and answers."""
-    process = live.service.client._process._process.pid
+    process = engine_pid(live.service.client)
     yield live
     assert live.completion(prompt=[5], max_tokens=1)["usage"]["completion_tokens"] == 1
-    assert live.service.client._process._process.pid == process
+    assert engine_pid(live.service.client) == process
 
 
 def statuses(response: bytes) -> list[int]:

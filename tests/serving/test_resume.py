@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import tiny_model
-from support.live import Live, answer, live_server
+from support.live import Live, answer, engine_pid, live_server
 
 from octavo.scheduler.messages import EngineConfig
 from octavo.server.revival import RestartPolicy
@@ -56,7 +56,7 @@ class Killer(threading.Thread):
                 continue
             time.sleep(rng.random() * 0.5)
             if not client.restarting:
-                os.kill(client._process._process.pid, signal.SIGKILL)
+                os.kill(engine_pid(client), signal.SIGKILL)
                 self.done += 1
                 while not client.restarting:
                     time.sleep(0.001)

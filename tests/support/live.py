@@ -88,6 +88,11 @@ class Live:
         raise AssertionError(f"no sample {name}")
 
 
+def engine_pid(client: EngineClient) -> int:
+    """The number of the engine's process."""
+    return client._process._process.pid
+
+
 def answer(live: Live, request: dict[str, object], *, stream: bool) -> object:
     """Text, tokens, log-probabilities, finish and usage of every choice."""
     if not stream:
