@@ -26,6 +26,8 @@ UNSUPPORTED = {
     "background": (None, False),
     "conversation": (None,),
     "include": (None, []),
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
     "max_tool_calls": (None,),
     "messages": (None,),
     "previous_response_id": (None,),

@@ -129,6 +129,8 @@ def test_items_may_be_messages_with_parts(live: Live, client: openai.OpenAI) -> 
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "yaml"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
