@@ -72,6 +72,9 @@ class BoundedProtocol(HttpToolsProtocol):
         message = f"The request line and headers exceed {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers."
         self._answer(APIError(431, message) if self._too_large else APIError(400, msg))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: uvicorn would advise the operator, as often as a client likes, to install what is not used."""
+
     def _answer(self, error: APIError) -> None:
         self._write(answer(error, self.scope or {}), last=True)
         self.transport.close()

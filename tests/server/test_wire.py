@@ -1,6 +1,7 @@
 """HTTP that no client library sends: each case is answered or dropped, and the next ordinary request succeeds."""
 
 import json
+import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -147,11 +148,15 @@ def test_what_comes_beside_a_body_has_an_end(steadfast: Live, start: bytes) -> N
             connection.sendall(piece * ((64 << 20) // len(piece)))
 
 
-def test_an_upgrade_is_not_taken_up(steadfast: Live) -> None:
+def test_an_upgrade_is_not_taken_up(
+    steadfast: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
     upgrade = b"Upgrade: websocket\r\nSec-WebSocket-Key: x\r\nConnection: Upgrade, close\r\n\r\n"
     assert statuses(exchange(steadfast.url, GET + upgrade)) == [200]
     h2c = b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nConnection: Upgrade, HTTP2-Settings, close\r\n\r\n"
     assert statuses(exchange(steadfast.url, GET + h2c)) == [200]
+    assert not caplog.records
 
 
 def test_a_client_that_expects_to_be_told_to_continue_is(steadfast: Live) -> None:
