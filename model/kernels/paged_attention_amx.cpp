@@ -16,7 +16,7 @@ struct Tiles : BFloat16 {
     static constexpr int GROUP = TILE_ROWS;
 
     // The operand of ldtilecfg: Intel 64 manual, volume 1, section 18.2 "tile configuration". Tiles 0 and 1 hold
-    // outputs, 2 values, 3 weights, 4 scores, 5 queries and 6 keys.
+    // outputs, 2 values, 3 weights, 4 and 7 scores, 5 queries and 6 keys.
     struct alignas(64) Setup {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {};
@@ -51,25 +51,38 @@ struct Group {
     int head_dim() const { return tile.plan().head_dim; }
     int count() const { return smaller(TILE_ROWS, tile.queries - first); }
 
+    // To the L2 cache: the L1 cache is full of what is being multiplied.
     void fetch(const uint16_t* address, int rows, size_t stride) const {
-        for (int row = 0; row < rows; row++) __builtin_prefetch(address + row * stride);
+        for (int row = 0; row < rows; row++) _mm_prefetch(address + row * stride, _MM_HINT_T1);
     }
 
-    // Part `part` of `parts` of the scores: of some blocks.
+    // Part `part` of `parts` of the scores: of some blocks, two of which share each load of queries.
     void multiply_keys(int part, int parts) const {
-        const int32_t* queries = tile.factors + first * head_dim() / Tiles::PACK;
+        int block = part * span.blocks / parts;
         const int end = (part + 1) * span.blocks / parts;
-        for (int block = part * span.blocks / parts; block < end; block++) {
-            _tile_zero(4);
-            for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
-                const size_t offset = size_t(d) * BLOCK;
-                if (next != nullptr) fetch(next->keys[block] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
-                _tile_loadd(5, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
-                _tile_loadd(6, span.keys[block] + offset, TILE_BYTES);
-                _tile_dpbf16ps(4, 5, 6);
+        for (; block + 1 < end; block += 2) multiply_blocks<2>(block);
+        if (block < end) multiply_blocks<1>(block);
+    }
+
+    template <int count>
+    void multiply_blocks(int block) const {
+        const int32_t* queries = tile.factors + first * head_dim() / Tiles::PACK;
+        _tile_zero(4);
+        _tile_zero(7);
+        for (int d = 0; d < head_dim(); d += TILE_DIMENSIONS) {
+            const size_t offset = size_t(d) * BLOCK;
+            for (int b = block; b < block + count && next != nullptr; b++)
+                fetch(next->keys[b] + offset, TILE_ROWS, TILE_BYTES / sizeof(uint16_t));
+            _tile_loadd(5, queries + d / Tiles::PACK, head_dim() * sizeof(uint16_t));
+            _tile_loadd(6, span.keys[block] + offset, TILE_BYTES);
+            _tile_dpbf16ps(4, 5, 6);
+            if constexpr (count == 2) {
+                _tile_loadd(6, span.keys[block + 1] + offset, TILE_BYTES);
+                _tile_dpbf16ps(7, 5, 6);
             }
-            _tile_stored(4, scores + block, SPAN * sizeof(float));
         }
+        _tile_stored(4, scores + block, SPAN * sizeof(float));
+        if constexpr (count == 2) _tile_stored(7, scores + block + 1, SPAN * sizeof(float));
     }
 
     // Part `part` of `parts` of the outputs: of 32 dimensions after another, one block after another of each.
