@@ -248,9 +248,7 @@ class Scheduler:
                 self.prefix_queries += len(request.prompt)
                 self.prefix_hits += request.cached_tokens
         tokens, blocks = request.tokens(0, request.known), tuple(request.blocks)
-        draft.admitted.append(
-            Admission(slot, tokens, len(request.prompt), blocks, request.params, request.ending_ids),
-        )
+        draft.admitted.append(Admission(slot, tokens, len(request.prompt), blocks, request.params, request.ending_ids))
         self._add_row(request, slot, min(request.remaining, draft.budget), draft)
 
     def _add_row(self, request: Request, slot: int, count: int, draft: Draft) -> None:

@@ -62,10 +62,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
 
 async def respond(
-    service: Service,
-    request: Request,
-    body: CompletionRequest | ChatRequest,
-    make_teller: Callable[[Prepared], Teller],
+    service: Service, request: Request, body: CompletionRequest | ChatRequest, make_teller: Callable[[Prepared], Teller]
 ) -> Response:
     """Run a request and answer, whole or as a stream. Raises APIError until the answer begins."""
     prompts, operation = (1, "chat") if isinstance(body, ChatRequest) else (len(body.prompt), "text_completion")

@@ -36,11 +36,7 @@ def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs, alternatives: int) -> di
     shown = {entry.token: (entry.rank, entry.logprob)}
     shown |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[:alternatives], 1)}
     return {
-        str(token): {
-            "logprob": max(logprob, UNLIKELY),
-            "rank": rank,
-            "decoded_token": tokenizer.token_text(token),
-        }
+        str(token): {"logprob": max(logprob, UNLIKELY), "rank": rank, "decoded_token": tokenizer.token_text(token)}
         for token, (rank, logprob) in shown.items()
     }
 
@@ -58,11 +54,7 @@ def chat_logprobs(names: TokenNames, entries: Iterable[TokenLogprobs]) -> dict[s
 
 
 def _chat_entry(names: TokenNames, token: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": names.name(token),
-        "logprob": max(logprob, UNLIKELY),
-        "bytes": names.data(token),
-    }
+    return {"token": names.name(token), "logprob": max(logprob, UNLIKELY), "bytes": names.data(token)}
 
 
 def completion_logprobs(names: TokenNames, tokens: Iterable[Token]) -> dict[str, Any]:

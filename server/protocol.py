@@ -152,9 +152,7 @@ class Message(RequestModel):
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Annotated[
-        str | None,
-        BeforeValidator(join_text),
-        WithJsonSchema({"anyOf": [text_schema(), {"type": "null"}]}),
+        str | None, BeforeValidator(join_text), WithJsonSchema({"anyOf": [text_schema(), {"type": "null"}]})
     ] = None
     name: str | None = Field(None, max_length=256)
     tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_CALLS)
