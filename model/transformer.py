@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.model.arena import ActivationArena
 from octavo.model.attention import AttentionBackend
 from octavo.model.config import ModelConfig
-from octavo.model.kernels import FP8_KIND, Kernels, Linear
+from octavo.model.kernels import FP8_KIND, GatedLinear, Kernels, Linear
 from octavo.model.layers import RMSNorm, rope_table
 from octavo.model.matrices import BlockMatrices, kept_quantised, vocabulary_matrices
 from octavo.model.parallel import Ranks
@@ -96,8 +96,11 @@ class Block:
 
     def feed_forward_branch(self, step: Activations) -> None:
         """Read norm(x') from to_feed_forward, leave what is added to x' in to_attention, for the block above."""
-        self.gate_up(step.to_feed_forward, out=step.gate_up)
-        gated = self._kernels.silu_mul(step.gate_up, step.gated)
+        if isinstance(self.gate_up, GatedLinear):
+            gated = self.gate_up.gated(step.to_feed_forward, out=step.gate_up)
+        else:
+            self.gate_up(step.to_feed_forward, out=step.gate_up)
+            gated = self._kernels.silu_mul(step.gate_up, step.gated)
         self._add_up(self.down, gated, out=step.to_attention)
 
     def _add_up(self, linear: Linear, x: Tensor, out: Tensor) -> None:

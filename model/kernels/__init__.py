@@ -7,7 +7,7 @@ This package imports no torch at run time, so that sizes can be planned without 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,15 @@ class Linear(Protocol):
 
     def gather(self, rows: Tensor, out: Tensor) -> None:
         """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]: the embedding of a tied model."""
+        ...
+
+
+@runtime_checkable
+class GatedLinear(Protocol):
+    """A Linear that can gate what it multiplies, while it is still in the cache."""
+
+    def gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """Compute out [tokens, 2 * width] from x and write SiLU(gate) * up over the gate half; return that."""
         ...
 
 

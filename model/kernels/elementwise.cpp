@@ -6,6 +6,7 @@
 
 #include "numbers.h"
 #include "parallel.h"
+#include "silu.h"
 
 // A tensor [tokens, heads, width], its last dimension contiguous; strides in elements. native.py packs these fields.
 struct View {
@@ -15,19 +16,9 @@ struct View {
 
 namespace {
 
-// An operation on fewer elements than this is not worth waking a thread for.
-constexpr int64_t elements_per_range = 16384;
-
 template <class T>
 T* row(const View& view, int64_t token, int64_t head) {
     return static_cast<T*>(view.data) + token * view.token_stride + head * view.head_stride;
-}
-
-template <class Body>
-void for_each_token(int64_t tokens, int64_t elements, const Body& body) {
-    parallel_for(tokens, 1 + elements_per_range / elements, [&](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++) body(token);
-    });
 }
 
 // Call vector(i) for 16 elements after another, and one(i) for each of the rest.
@@ -125,52 +116,6 @@ int rotate(View q, View k, const int32_t* positions, int64_t tokens, const float
         rotate_heads<T>(k, token, cosines, width / 2);
     });
     return 0;
-}
-
-// e^x to about one unit in the last place: x = n ln 2 + r, and a polynomial in r (Moshier, Cephes, expf). Written for
-// vectors: from a loop over scalars the compiler makes two more divisions, for the two ends of the range, whose
-// results are so small that each takes a hundred cycles.
-inline Lanes exponential(Lanes x) {
-    x = x < -87.0f ? Lanes{} - 87.0f : x;
-    x = x > 88.0f ? Lanes{} + 88.0f : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return (Lanes)((BitLanes)p + ((BitLanes)shifted << 23));  // n goes to the exponent; the bits of magic fall out
-}
-
-// 1 / x to about one unit in the last place: the division of 16 numbers takes as long as all else in SiLU.
-inline Lanes reciprocal(Lanes x) {
-#if defined(__AVX512F__)
-    const Lanes estimate = (Lanes)_mm512_rcp14_ps((__m512)x);
-    return estimate + estimate * (1.0f - x * estimate);
-#else
-    return 1.0f / x;
-#endif
-}
-
-inline Lanes silu(Lanes x) { return x * reciprocal(1.0f + exponential(-x)); }
-
-template <class T>
-void silu_mul(T* gate_up, int64_t stride, int64_t tokens, int64_t width) {
-    for_each_token(tokens, width, [&](int64_t token) {
-        T* gate = gate_up + token * stride;
-        const T* up = gate + width;
-        int64_t i = 0;
-        for (; i + lane_count <= width; i += lane_count) store_lanes(gate + i, silu(load_lanes(gate + i)) * load_lanes(up + i));
-        if (i == width) return;
-        T rest[2][lane_count] = {};
-        std::memcpy(rest[0], gate + i, (width - i) * sizeof(T));
-        std::memcpy(rest[1], up + i, (width - i) * sizeof(T));
-        store_lanes(rest[0], silu(load_lanes(rest[0])) * load_lanes(rest[1]));
-        std::memcpy(gate + i, rest[0], (width - i) * sizeof(T));
-    });
 }
 
 // The id of a row's largest number, the lowest among equals; failed where some number is not finite.

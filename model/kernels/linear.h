@@ -14,6 +14,7 @@
 #include "numbers.h"
 #include "parallel.h"
 #include "quantised_expand.h"
+#include "silu.h"
 
 constexpr int64_t tile_depth = 32;  // bfloat16 values in a row of an AMX tile
 
@@ -25,20 +26,31 @@ struct Linear {
     Kind kind;
 };
 
+// What becomes of the sums. Mirrored in native.py.
+enum class Form : int { rounded, in_float32, gated };
+
 template <class T>
 struct LinearCall {
     const Linear& linear;
     const T* x;  // [rows, in_features]
     int64_t x_stride, rows;
-    void* out;  // [rows, out_features], float32 or T
+    void* out;  // [rows, out_features], T or float32; gated: its left half becomes SiLU(left) * right
     int64_t out_stride;
-    bool out_is_float;
+    Form form;
 
     const T* row(int64_t index) const { return x + index * x_stride; }
 
     // How many k a panel has, padding included; as many once it is expanded.
     int64_t depth() const {
         return sizeof(T) == 4 ? linear.in_features : (linear.in_features + tile_depth - 1) / tile_depth * tile_depth;
+    }
+
+    // Columns of one half where panels are gated at once, by the thread that has just computed what they are multiplied
+    // with; else 0. With many rows that gains nothing, as those drive the weights from the L1 cache.
+    int64_t gated_width() const {
+        constexpr int64_t most_gated_rows = 32;
+        const bool aligned = linear.out_features % (2 * panel_width) == 0;
+        return form == Form::gated && aligned && rows <= most_gated_rows ? linear.out_features / 2 : 0;
     }
 
     const T* panel(int64_t index) const {
@@ -77,12 +89,13 @@ static void store_as(const LinearCall<T>& call, int64_t first_row, int64_t rows,
             for (int64_t n = 0; n < columns; n++)
                 out[n] = from_float<Out>(bias == nullptr ? sums[n] : sums[n] + to_float(bias[column + n]));
         }
+        if (column < call.gated_width()) silu_mul_row(out, out + call.gated_width(), width);
     }
 }
 
 template <int64_t width = panel_width, class T>
 static void store(const LinearCall<T>& call, int64_t first_row, int64_t rows, int64_t column, const float* sums) {
-    if (call.out_is_float) return store_as<width, float>(call, first_row, rows, column, sums);
+    if (call.form == Form::in_float32) return store_as<width, float>(call, first_row, rows, column, sums);
     store_as<width, T>(call, first_row, rows, column, sums);
 }
 
@@ -104,11 +117,13 @@ static inline int64_t parts_of(int64_t pieces, int64_t panels) {
 
 // Call body(first_row, rows, panel) for all parts of the result, in parallel: a panel and, of 512 rows at most, those
 // that one thread takes together. These rows of x, and one panel, then stay in the L2 cache. With `few`, for panels that
-// cost something to fetch or to expand, there are no more parts than parts_of wants; else one for each piece of rows.
+// cost something to fetch or to expand, there are no more parts than parts_of wants; else one for each piece of rows. Of
+// gated panels a thread takes those on the right before those on the left that they belong to.
 template <class T, class Body>
 static void for_each_part(const LinearCall<T>& call, bool few, const Body& body) {
     constexpr int64_t most_rows = 512;
-    const int64_t panels = (call.linear.out_features + panel_width - 1) / panel_width;
+    const int64_t right = call.gated_width() / panel_width;  // the first panel of the right half, or 0
+    const int64_t panels = right > 0 ? right : (call.linear.out_features + panel_width - 1) / panel_width;
     for (int64_t first = 0; first < call.rows; first += most_rows) {
         const int64_t rows = call.rows - first < most_rows ? call.rows - first : most_rows;
         const int64_t pieces = (rows + piece_rows - 1) / piece_rows;
@@ -118,13 +133,19 @@ static void for_each_part(const LinearCall<T>& call, bool few, const Body& body)
         // of one is part of the next.
         const int64_t grain = 1 + panels * parts / (8 * octavo_threads());
         parallel_for(panels * parts, grain, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) {
-                const int64_t top = i % parts * part_rows;
-                const int64_t bottom = top + part_rows < rows ? top + part_rows : rows;
-                if (top < bottom) body(first + top, bottom - top, i / parts);
-            }
+            const auto compute = [&](int64_t panel) {
+                for (int64_t i = begin; i < end; i++) {
+                    const int64_t top = i % parts * part_rows;
+                    const int64_t bottom = top + part_rows < rows ? top + part_rows : rows;
+                    if (top < bottom) body(first + top, bottom - top, panel + i / parts);
+                }
+            };
+            if (right > 0) compute(right);
+            compute(0);
         });
     }
+    if (call.form == Form::gated && right == 0)
+        silu_mul(static_cast<T*>(call.out), call.out_stride, call.rows, call.linear.out_features / 2);
 }
 
 // Call w = body(first_row, rows, panel, w) for all pieces of the result, in parallel. A piece is a panel and up to 64

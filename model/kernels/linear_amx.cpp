@@ -289,8 +289,8 @@ void compute_many(const LinearCall<bf16>& call, int64_t first_row, int64_t rows,
 }  // namespace
 
 OCTAVO_KERNEL(linear_bf16)
-(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
-    const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
+(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, Form form) {
+    const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, form};
     const bool quantised = linear->kind != Kind::numbers;
     if (rows <= most_rows && quantised && linear->kind != Kind::q8_0) {
         static int64_t calls = 0;

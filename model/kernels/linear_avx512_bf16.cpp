@@ -44,8 +44,8 @@ void compute(const LinearCall<bf16>& call, int64_t first_row, int64_t panel, con
 }  // namespace
 
 OCTAVO_KERNEL(linear_bf16)
-(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
-    const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0};
+(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, Form form) {
+    const LinearCall<bf16> call{*linear, x, x_stride, rows, out, out_stride, form};
     for_each_piece(call, [&](int64_t first_row, int64_t rows, int64_t panel, const bf16* w) {
         if (w == nullptr && call.rows > most_rows) w = call.expand(panel);
         for_each_group<most_rows>(rows, [&](int64_t first, auto count) {

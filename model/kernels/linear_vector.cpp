@@ -94,11 +94,11 @@ void run(const LinearCall<T>& call) {
 }  // namespace
 
 OCTAVO_KERNEL(linear_bf16)
-(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int out_is_float) {
-    run(LinearCall<bf16>{*linear, x, x_stride, rows, out, out_stride, out_is_float != 0});
+(const Linear* linear, const bf16* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, Form form) {
+    run(LinearCall<bf16>{*linear, x, x_stride, rows, out, out_stride, form});
 }
 
 OCTAVO_KERNEL(linear_f32)
-(const Linear* linear, const float* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, int) {
-    run(LinearCall<float>{*linear, x, x_stride, rows, out, out_stride, true});
+(const Linear* linear, const float* x, int64_t x_stride, int64_t rows, void* out, int64_t out_stride, Form form) {
+    run(LinearCall<float>{*linear, x, x_stride, rows, out, out_stride, form});
 }

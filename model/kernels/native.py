@@ -19,6 +19,9 @@ LOAD_ELEMENTS = 1 << 22
 """How many weights are converted at once while loading: bounds the temporary copy."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
+ROUNDED, IN_FLOAT32, GATED = range(3)
+"""`Form` in linear.h."""
+
 _two_views = Struct("8q")
 _three_views = Struct("12q")
 
@@ -110,16 +113,23 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Compute out [tokens, out_features], of x's dtype or float32, from x [tokens, in_features]."""
+        self._multiply(x, out, IN_FLOAT32 if out.dtype is torch.float32 else ROUNDED)
+
+    def gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """Compute out as a call does, then as `silu_mul` does: return its left half, SiLU(gate) * up."""
+        if self.out_features % 2:
+            raise ValueError(f"out: expected an even width, got {list(out.shape)}")
+        self._multiply(x, out, GATED)
+        return out[:, : self.out_features // 2]
+
+    def _multiply(self, x: Tensor, out: Tensor, form: int) -> None:
         tokens, x_stride = _matrix("x", x, self.dtype, self.in_features)
-        out_dtype = out.dtype
-        if out_dtype is not self.dtype and out_dtype is not torch.float32:
-            raise ValueError(f"out: expected {self.dtype} or torch.float32, got {out_dtype}")
+        out_dtype = torch.float32 if form == IN_FLOAT32 else self.dtype
         rows, out_stride = _matrix("out", out, out_dtype, self.out_features)
         if rows != tokens:
             raise ValueError(f"out: expected {tokens} rows as in x, got {rows}")
         self._check_usable()
-        in_float32 = out_dtype is torch.float32
-        self._run(self._address, x.data_ptr(), x_stride, tokens, out.data_ptr(), out_stride, in_float32)
+        self._run(self._address, x.data_ptr(), x_stride, tokens, out.data_ptr(), out_stride, form)
 
     def gather(self, rows: Tensor, out: Tensor) -> None:
         """Copy rows of W (int32 ids, [tokens]) to out [tokens, in_features]."""

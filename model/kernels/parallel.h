@@ -26,6 +26,17 @@ static inline void parallel_for(int64_t items, int64_t grain, const Body& body) 
     octavo_parallel(items, grain, call, const_cast<Body*>(&body));
 }
 
+// An operation on fewer elements than this is not worth waking a thread for.
+constexpr int64_t elements_per_range = 16384;
+
+// The same for a lambda (token), which has so many elements to work on.
+template <class Body>
+static inline void for_each_token(int64_t tokens, int64_t elements, const Body& body) {
+    parallel_for(tokens, 1 + elements_per_range / elements, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) body(token);
+    });
+}
+
 // How many threads a call may use, the calling one included.
 extern "C" int octavo_threads();
 

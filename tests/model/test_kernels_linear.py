@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.model.kernels import Linear
 from octavo.model.kernels.load import open_library
+from octavo.model.kernels.native import PackedLinear
 
 SMOLLM2 = ((960, 576), (576, 576), (3072, 576), (576, 1536), (1088, 576))
 """[out_features, in_features] of the default model's products; the last is a slice of its head."""
@@ -73,6 +74,25 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     for rows in ROWS:
         first = rows * 37 % (600 - rows)
         assert same_bits(product(linear, x[first : first + rows]), among_all[first : first + rows]), f"{rows} rows"
+
+
+@every_native_kernel
+@pytest.mark.parametrize(("width", "bias"), [(64, False), (192, True), (33, False), (8, True)])
+def test_a_gated_product_has_the_bits_of_a_product_and_silu_mul(
+    path: str, dtype: torch.dtype, width: int, bias: bool
+) -> None:
+    kernels = make_kernels(path, dtype)
+    linear = make_linear(path, random(2 * width, 95, dtype=dtype), random(2 * width, dtype=dtype) if bias else None)
+    assert isinstance(linear, PackedLinear)
+    x = random(600, 95, dtype=dtype, seed=1)
+    for rows in (1, 5, 16, 17, 32, 33, 130, 600):
+        plain = product(linear, x[:rows], dtype)
+        wide = torch.full((rows, 2 * width + 7), torch.nan, dtype=dtype)
+        gated = linear.gated(x[:rows], wide[:, : 2 * width])
+        assert gated.data_ptr() == wide.data_ptr()
+        assert same_bits(wide[:, width : 2 * width], plain[:, width:])
+        assert same_bits(gated, kernels.silu_mul(plain)), f"{rows} rows"
+        assert wide[:, 2 * width :].isnan().all()
 
 
 @every_dtype
@@ -205,6 +225,7 @@ def test_two_threads_may_compute_at_the_same_time() -> None:
 @every_native_kernel
 def test_wrong_arguments_are_refused(path: str, dtype: torch.dtype) -> None:
     linear = make_linear(path, random(64, 32, dtype=dtype))
+    assert isinstance(linear, PackedLinear)
     x, out = torch.zeros(4, 32, dtype=dtype), torch.zeros(4, 64, dtype=dtype)
     ids = torch.zeros(4, dtype=torch.int32)
     wrong_calls = [
@@ -219,8 +240,11 @@ def test_wrong_arguments_are_refused(path: str, dtype: torch.dtype) -> None:
         (x.to("meta"), out),
     ]
     for wrong_x, wrong_out in wrong_calls:
-        with pytest.raises(ValueError, match="expected"):
-            linear(wrong_x, wrong_out)
+        for multiply in (linear, linear.gated):
+            with pytest.raises(ValueError, match="expected"):
+                multiply(wrong_x, wrong_out)
+    with pytest.raises(ValueError, match="even width"):
+        make_linear(path, random(63, 32, dtype=dtype)).gated(x, out[:, :63])
     for wrong_ids in (ids + 64, ids - 1, ids.long(), ids[:3], torch.zeros(8, dtype=torch.int32)[::2]):
         with pytest.raises(ValueError, match=r"ids|expected"):
             linear.gather(wrong_ids, x)

@@ -86,6 +86,16 @@ def test_products_have_the_bits_of_widened_weights_at_every_number_of_rows(
 
 
 @every_path
+@every_kind
+def test_gated_products_have_the_bits_of_widened_weights(path: str, dtype: torch.dtype, kind: str) -> None:
+    x = random(64, 256, dtype=dtype, seed=1)
+    linears = quantised(path, dtype, (384, 256), kind), widened(path, dtype, (384, 256), kind)
+    for rows in (1, 3, 17, 32, 33, 64):
+        gated = [linear.gated(x[:rows], torch.empty(rows, 384, dtype=dtype)) for linear in linears]
+        assert same_bits(gated[0], gated[1]), f"{rows} rows"
+
+
+@every_path
 def test_the_number_of_threads_does_not_change_a_bit(path: str, dtype: torch.dtype) -> None:
     linear, x = quantised(path, dtype, (960, 576), "Q4_1"), random(200, 576, dtype=dtype, seed=1)
     results = []
